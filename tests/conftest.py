@@ -1,0 +1,1 @@
+"""Being a package with a conftest, `tests` has pytest put the repository root on sys.path (for `tests.reference`)."""
