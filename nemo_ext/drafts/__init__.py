@@ -1,0 +1,1 @@
+"""The draft models, as modules on Megatron's tensor-parallel layers."""

@@ -1,0 +1,84 @@
+"""Parts that the drafts share: norm, rotary embedding, parallel linears.
+
+Legend: T rows, H hidden size, N heads, D head dimension.
+"""
+
+import torch
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from torch import nn
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, computed in at least float32 and rounded once, as vLLM's `RMSNorm` does."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+        acc = torch.promote_types(x_TH.dtype, torch.float32)
+        wide_TH = x_TH.to(acc)
+        wide_TH = wide_TH * torch.rsqrt(wide_TH.square().mean(-1, keepdim=True) + self.eps)
+        return (wide_TH * self.weight.to(acc)).to(x_TH.dtype)
+
+
+class Linear(nn.Module):
+    """A bias-free Megatron parallel linear whose forward returns the output alone.
+
+    `split` is "column" (output features over ranks) or "row" (input features over ranks, output all-reduced).
+    """
+
+    def __init__(self, in_size: int, out_size: int, split: str, config, tp_group):
+        super().__init__()
+        self.split_dim = 0 if split == "column" else 1
+        cls = ColumnParallelLinear if split == "column" else RowParallelLinear
+        kind = {"gather_output": False} if split == "column" else {"input_is_parallel": True}
+        self.inner = cls(
+            in_size,
+            out_size,
+            config=config,
+            init_method=None,  # weights come from `load_hf`, equal for every parallel layout
+            bias=False,
+            skip_bias_add=False,
+            tp_group=tp_group,
+            **kind,
+        )
+        # Megatron sets these while it initialises; its gradient norm reads them to count a shard on every rank.
+        set_tensor_model_parallel_attributes(self.inner.weight, True, self.split_dim, 1)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.inner.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)[0]
+
+
+class Rotary:
+    """Rotary position embedding, half rotation (GPT-NeoX style), the form that vLLM serves Llama drafts with.
+
+    Frequencies are float32 (float64 when the input is), whatever the model's dtype: rounded to bfloat16 they dephase
+    long positions (contract B.8).
+    """
+
+    def __init__(self, head_dim: int, theta: float):
+        self.head_dim = head_dim
+        self.theta = theta
+
+    def table(self, positions_T: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines `[T, 1, D/2]` of the given positions."""
+        acc = torch.promote_types(dtype, torch.float32)
+        steps = torch.arange(0, self.head_dim, 2, dtype=acc, device=positions_T.device) / self.head_dim
+        angles_TD = positions_T.to(acc)[:, None] * self.theta**-steps
+        return angles_TD.cos()[:, None], angles_TD.sin()[:, None]
+
+    @staticmethod
+    def rotate(x_TND: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        cos, sin = table
+        first, second = x_TND.to(cos.dtype).chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_TND.dtype)
