@@ -1,0 +1,39 @@
+"""vLLM's CPU worker with linear layers that keep their weights, so that a running engine can be refreshed in place."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from vllm.model_executor.layers import utils as layer_utils
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+
+@contextmanager
+def plain_linear() -> Iterator[None]:
+    """While models load: 2-D weights are used by torch's linear as they are, not repacked and emptied.
+
+    Stock vLLM (0.32, `dispatch_cpu_unquantized_gemm`) hands each weight to a packed kernel and drops the original; a
+    later load finds an empty parameter, or (lm_head) fills one that nothing reads. Quantised layers and the 3-D
+    weights of experts and convolutions go their own way still.
+    """
+    stock = layer_utils.dispatch_cpu_unquantized_gemm
+
+    def keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
+        if layer.weight.ndim == 2:
+            layer.cpu_linear = torch.nn.functional.linear
+        else:
+            stock(layer, remove_weight)
+
+    layer_utils.dispatch_cpu_unquantized_gemm = keep_weight
+    try:
+        yield
+    finally:
+        layer_utils.dispatch_cpu_unquantized_gemm = stock
+
+
+class RefreshableCPUWorker(CPUWorker):
+    """Given to vLLM by path as `worker_cls`."""
+
+    def load_model(self, **kwargs) -> None:
+        with plain_linear():
+            super().load_model(**kwargs)
