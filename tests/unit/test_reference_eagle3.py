@@ -163,6 +163,8 @@ def test_rope_is_a_rotation_by_position():
     angle = position[:, None].double() * torch.tensor([100.0 ** (-2 * k / 6) for k in range(3)]).double()
     complex_pairs = torch.complex(x[..., :3], x[..., 3:]) * torch.polar(torch.ones_like(angle), angle)[:, None]
     torch.testing.assert_close(turned, torch.cat([complex_pairs.real, complex_pairs.imag], dim=-1))
+    served = rope(x, position, {"inv_freq": torch.tensor([100.0 ** (-2 * k / 6) for k in range(3)])})
+    assert 0 < float((served - turned).abs().max()) < 1e-5 and served.dtype == torch.float64
 
 
 def test_rms_norm_is_torch_s():
