@@ -142,7 +142,7 @@ def test_each_layer_has_its_own_window_and_direction(weights, pack):
     for windows, causal in (([2, 2], [True, True]), ([2, None], [True, False])):
         cfg = CFG | {"windows": windows, "causal": causal}
         hidden = dense_dflash(weights, cfg, taps, embeddings, mask_embedding, [T], [0], [3], ROWS)
-        grad = torch.autograd.grad(hidden[0, 3].square().sum(), taps)[0]
+        grad = torch.autograd.grad(hidden[0, 3].square().sum(), taps, retain_graph=True)[0]
         reached.append(grad.any(dim=1).nonzero().flatten().tolist())
         looks_ahead.append(bool(torch.autograd.grad(hidden[0, 0].square().sum(), mask_embedding)[0].any()))
     assert reached == [[], [0, 1, 2]] and looks_ahead == [False, True]
