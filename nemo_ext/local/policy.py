@@ -57,6 +57,11 @@ def _check_shape(hf_config: dict) -> None:
             raise ValueError(f"the policy's {key} is {hf_config[key]!r}; only {value!r} is supported")
 
 
+def _not_loaded(weight: torch.Tensor) -> torch.Tensor:
+    """Megatron's init method for weights that always come from `load_policy`: whoever forgets that gets NaN."""
+    return torch.nn.init.constant_(weight, float("nan"))
+
+
 def padded_vocab_size(hf_config: dict, tp_size: int) -> int:
     """The vocabulary's size, rounded up to a multiple of the TP size."""
     return -(-hf_config["vocab_size"] // tp_size) * tp_size
@@ -99,8 +104,9 @@ def policy_config(
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        # Weights come from a checkpoint or from `init_policy`, never from Megatron's generators.
-        perform_initialization=False,
+        init_method=_not_loaded,
+        output_layer_init_method=_not_loaded,
+        embedding_init_method=_not_loaded,
         params_dtype=params_dtype,
         bf16=params_dtype == torch.bfloat16,
         calculate_per_token_loss=True,
@@ -112,6 +118,7 @@ def policy_config(
         pipeline_dtype=params_dtype,
         # Packs differ in length, so stages tell each other the shape first.
         variable_seq_lengths=groups.pp.size() > 1,
+        moe_token_dispatcher_type="alltoall",  # Megatron asks for this with variable lengths, experts or not
         **recompute_args,
     )
 
@@ -148,7 +155,7 @@ def build_policy(
 ) -> GPTModel:
     """This rank's part of the policy, one model chunk (`vp_stage` of `vpp`, or the only one).
 
-    Its weights are NaN until `load_policy` fills them. Call it as
+    Its matrices are NaN until `load_policy` fills them. Call it as
     `model(input_ids=tokens_1T, position_ids=None, attention_mask=None, packed_seq_params=packed_params)`: positions
     come from the pack's padded `cu_seqlens`, so each sequence starts at 0.
     """
@@ -166,9 +173,6 @@ def build_policy(
         pg_collection=groups,
         vp_stage=vp_stage,
     )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(float("nan"))
     if model.post_process:
         _mask_padding_columns(model, hf_config["vocab_size"], groups.tp.rank())
     return model
