@@ -36,8 +36,8 @@ def find_draft_model(worker) -> nn.Module | None:
         if isinstance(model, nn.Module):
             return model
     raise RefreshError(
-        f"speculative_config.method is {speculative.method} but the worker has no model at model_runner.drafter (V1) or "
-        "model_runner.speculator (V2), so its weights cannot be refreshed; use a method with a draft model"
+        f"speculative_config.method is {speculative.method} but the worker has no model at model_runner.drafter (V1) "
+        "or model_runner.speculator (V2), so its weights cannot be refreshed; use a method with a draft model"
     )
 
 
@@ -149,9 +149,7 @@ def verify_loading(draft: nn.Module, target: nn.Module, tensors: Iterable[tuple[
         parameter.data.fill_(float("nan") if parameter.is_floating_point() else UNWRITTEN_INT)
     load_in_place(draft, tensors)
     unwritten = [
-        name
-        for name, p in own.items()
-        if (p.isnan().any() if p.is_floating_point() else (p == UNWRITTEN_INT).any())
+        name for name, p in own.items() if (p.isnan().any() if p.is_floating_point() else (p == UNWRITTEN_INT).any())
     ]
     if unwritten:
         raise RefreshError(f"the draft checkpoint leaves {', '.join(unwritten)} without a value; export it whole")

@@ -93,7 +93,10 @@ class RolloutEngine:
             kwargs["worker_cls"] = CPU_WORKER
         if speculative_config is not None:
             # With a dummy load vLLM would make the draft's head the target's.
-            kwargs["speculative_config"] = {"draft_load_config": {"load_format": "auto", "use_tqdm_on_load": False}, **speculative_config}
+            kwargs["speculative_config"] = {
+                "draft_load_config": {"load_format": "auto", "use_tqdm_on_load": False},
+                **speculative_config,
+            }
         self.max_model_len = max_model_len
         self._unusable = ""
         self._llm = vllm.LLM(

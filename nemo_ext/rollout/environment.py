@@ -1,4 +1,4 @@
-"""The process environment that vLLM's CPU build needs. Set before vllm (and, for the thread count, torch) is imported."""
+"""The process environment that vLLM's CPU build needs, to be set before vllm is imported."""
 
 import os
 

@@ -30,14 +30,16 @@ def manifest_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[TensorSpec]
 
 
 def folder_manifest(folder: str | Path, prefix: str = "") -> dict[str, TensorSpec]:
-    """Names, shapes and dtypes of all safetensors files of a Hugging Face folder; names get `prefix`. Reads headers only.
+    """Names, shapes and dtypes of all safetensors files of a model folder, from their headers; names get `prefix`.
 
     Raises:
         RefreshError: no local folder, or one without safetensors.
     """
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
-        raise RefreshError(f"model {folder} has no *.safetensors; an engine that is to be refreshed needs a local folder")
+        raise RefreshError(
+            f"model {folder} has no *.safetensors; an engine that is to be refreshed needs a local folder"
+        )
     specs = {}
     for file in files:
         with safe_open(file, framework="pt") as tensors:

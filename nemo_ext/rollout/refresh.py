@@ -126,7 +126,9 @@ class WeightRefresh:
     def _check_complete(self) -> None:
         if self._pending:
             name = next(iter(self._pending))
-            raise RefreshError(f"weight refresh: the stream ended without {name} ({len(self._pending)} tensors missing)")
+            raise RefreshError(
+                f"weight refresh: the stream ended without {name} ({len(self._pending)} tensors missing)"
+            )
 
     def _check_unshared(self) -> None:
         if self.target is None:
@@ -158,4 +160,6 @@ class WeightRefresh:
         if self.state == BROKEN:
             raise EngineUnusable(f"{self.reason}; build the engine anew")
         if self.state not in states:
-            raise RefreshError(f"weight refresh is {self.state}, which allows no such call; it must be {' or '.join(states)}")
+            raise RefreshError(
+                f"weight refresh is {self.state}, which allows no such call; it must be {' or '.join(states)}"
+            )

@@ -7,6 +7,8 @@ copy when its input is float or int32, so temperature, top-p and top-k reach the
 Names: x_B one value a request, cu_B running count of tokens, B requests.
 """
 
+import functools
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -27,11 +29,19 @@ def expand_batch_to_tokens(
 def expansion_is_wrong(sampler: ModuleType) -> bool:
     """Whether sampler.expand_batch_to_tokens gives anything but the right answer, for each type that vLLM hands it."""
     cu_num_tokens_B = torch.tensor([2, 5, 6], dtype=torch.int32)
-    for x_B in (torch.tensor([0.5, 0.0, 2.0]), torch.tensor([3, 0, 5], dtype=torch.int32), torch.tensor([3, 0, 5])):
-        want = torch.stack([x_B[0]] * 2 + [torch.ones_like(x_B[0])] * 3 + [x_B[2]])
+    # Fresh numbers each time: what is left in memory by an earlier, right call must not pass for an answer.
+    fresh = torch.Generator()
+    fresh.seed()
+    a, b = torch.randint(2, 1 << 20, (2,), generator=fresh).tolist()
+    for dtype in (torch.float32, torch.int32, torch.int64):
+        x_B = torch.tensor([a, 0, b], dtype=dtype)
         got = sampler.expand_batch_to_tokens(x_B, cu_num_tokens_B, 6, replace_from=0, replace_to=1)
-        if got.dtype != want.dtype or not torch.equal(got, want):
+        if got.dtype != dtype or got.tolist() != [a, a, 1, 1, 1, b]:
             return True
+        if dtype.is_floating_point:
+            halves = sampler.expand_batch_to_tokens(x_B / (2 * a), cu_num_tokens_B, 6)
+            if halves.tolist()[:3] != [0.5, 0.5, 0.0]:
+                return True
     return False
 
 
@@ -51,12 +61,26 @@ def correct_sampler(sampler: ModuleType) -> list[str]:
     """
     corrected = []
     if expansion_is_wrong(sampler):
-        sampler.expand_batch_to_tokens = expand_batch_to_tokens
+        replace(sampler, "expand_batch_to_tokens", lambda stock: expand_batch_to_tokens)
         corrected.append("expand_batch_to_tokens")
     if top_k_needs_rows(sampler):
-        apply_top_k_top_p = sampler.apply_top_k_top_p
-        sampler.apply_top_k_top_p = lambda logits_TV, k_T, p_T: (
-            apply_top_k_top_p(logits_TV, k_T, p_T) if len(logits_TV) else logits_TV
-        )
+        replace(sampler, "apply_top_k_top_p", skipping_empty)
         corrected.append("apply_top_k_top_p")
     return corrected
+
+
+def skipping_empty(apply_top_k_top_p: Callable) -> Callable:
+    """apply_top_k_top_p that hands logits without rows back."""
+    return lambda logits_TV, k_T, p_T: apply_top_k_top_p(logits_TV, k_T, p_T) if len(logits_TV) else logits_TV
+
+
+def replace(sampler: ModuleType, name: str, make: Callable[[Callable], Callable]) -> None:
+    """Puts make(stock) in the place of the function `name`; the stock one stays reachable as its `__wrapped__`."""
+    stock = getattr(sampler, name)
+    new = make(stock)
+
+    @functools.wraps(stock)
+    def corrected(*args, **kwargs):
+        return new(*args, **kwargs)
+
+    setattr(sampler, name, corrected)

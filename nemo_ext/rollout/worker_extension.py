@@ -31,7 +31,7 @@ class RefreshWorkerExtension:
         model_config = self.vllm_config.model_config
         if model_config.quantization is not None:
             raise RefreshError(
-                f"quantization is {model_config.quantization}: a refresh writes plain weights; serve the model unquantised"
+                f"quantization is {model_config.quantization}, but a refresh writes plain weights; serve it unquantised"
             )
         target, draft = self.model_runner.get_model(), find_draft_model(self)
         expected = folder_manifest(model_config.model)
