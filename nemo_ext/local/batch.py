@@ -24,6 +24,15 @@ class Sample:
         return len(self.prompt) + len(self.response)
 
 
+@dataclass(frozen=True)
+class StepPlan:
+    """What one optimizer step does: which loss the policy has, and which of the two models learn."""
+
+    loss: str  # "grpo" or "supervised"
+    train_policy: bool = True
+    train_draft: bool = True
+
+
 @dataclass
 class Microbatch:
     """One pack. Everything but the layout is a full-pack row vector, aligned with the token that is predicted."""

@@ -4,10 +4,13 @@ Words that stand in nearly every question become one token each; digits and lett
 so that a tiny model can compute with them.
 """
 
+from collections import Counter
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from nemo_ext.config import ConfigError
 
 END = "<|end|>"
 PAD = "<|pad|>"
@@ -16,22 +19,30 @@ _TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}" 
 
 
 def make_tokenizer(questions: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Trains on `questions`; the vocabulary is filled up to exactly `vocab_size` with unused tokens."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+    """Makes the vocabulary from `questions`: special tokens, all bytes, the words that a tenth of the questions share,
+    and unused tokens up to exactly `vocab_size`. Raises ConfigError if it does not hold the first three.
+
+    A unigram model, because it has whole words beside single characters and no pieces in between that would eat
+    parts of the words to compute with, as merges would.
+    """
+    split = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
+    counts = Counter(word for q in questions for word in {piece for piece, _ in split.pre_tokenize_str(q)})
+    words = sorted(word for word, count in counts.items() if len(word) > 2 and count >= len(questions) / 10)
+    special, alphabet = [END, PAD, ANSWER], sorted(pre_tokenizers.ByteLevel.alphabet())
+    missing = vocab_size - len(special) - len(alphabet) - len(words)
+    if missing < 0:
+        raise ConfigError(
+            f"policy.model.vocab_size is {vocab_size}; these tasks need at least {vocab_size - missing} "
+            "(special tokens, bytes and common words)"
+        )
+    unused = [f"<|unused_{i}|>" for i in range(missing)]
+    pieces = [(piece, -10.0) for piece in special + alphabet] + [(word, -1.0) for word in words]
+    tokenizer = Tokenizer(models.Unigram(pieces + [(piece, -100.0) for piece in unused], unk_id=1))
+    tokenizer.pre_tokenizer = split
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        min_frequency=len(questions) // 3,
-        special_tokens=[END, PAD, ANSWER],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(questions, trainer)
-    missing = vocab_size - tokenizer.get_vocab_size()
-    tokenizer.add_special_tokens([f"<|unused_{i}|>" for i in range(missing)])
+    tokenizer.add_special_tokens(special + unused)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, chat_template=_TEMPLATE, model_input_names=["input_ids"]
     )

@@ -1,0 +1,45 @@
+"""Reads what the draft needs out of a Megatron `GPTModel` after its forward. Everything is detached.
+
+Legend: T rows of this rank, E rows with halo, H hidden size, V this rank's shard of the vocabulary.
+"""
+
+import torch
+import torch.distributed as dist
+
+from nemo_ext.cotrain.eagle3_objective import TargetOutputs
+from nemo_ext.taps import TapCapture
+
+
+def read_target(
+    model, capture: TapCapture, ids_E: torch.Tensor, logits_TV: torch.Tensor, tp_group: dist.ProcessGroup | None
+) -> TargetOutputs:
+    """The policy's side of the draft loss.
+
+    Args:
+        model: the policy, unwrapped; first and last stage at once.
+        capture: taken around the forward that gave `logits_TV`.
+        ids_E: token ids of the rows of the objective's halo.
+        tp_group: tensor-parallel group; None for size 1.
+    """
+    return TargetOutputs(
+        taps_TK=capture.taps(),
+        embeds_EH=embed_rows(model.embedding.word_embeddings, ids_E, tp_group),
+        hidden_TH=capture.hidden,
+        logits_TV=logits_TV,
+        head_VH=model.shared_embedding_or_output_weight()
+        if model.share_embeddings_and_output_weights
+        else model.output_layer.weight,
+    )
+
+
+@torch.no_grad()
+def embed_rows(embedding, ids_E: torch.Tensor, tp_group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Rows of a `VocabParallelEmbedding` at `ids_E`, whole on every rank (its own forward may scatter the sequence)."""
+    weight_VH = embedding.weight.detach()
+    if tp_group is None or dist.get_world_size(tp_group) == 1:
+        return weight_VH[ids_E]
+    local_E = ids_E - embedding.vocab_start_index
+    owned_E = (local_E >= 0) & (local_E < weight_VH.shape[0])
+    rows_EH = torch.where(owned_E[:, None], weight_VH[local_E.clamp(0, weight_VH.shape[0] - 1)], 0)
+    dist.all_reduce(rows_EH, group=tp_group)
+    return rows_EH

@@ -1,0 +1,95 @@
+"""Ray actors of a run: one per policy rank, one for the rollout engine. Nothing outlives the `with` block."""
+
+import os
+import socket
+
+import ray
+
+from nemo_ext.local.settings import RunConfig
+
+# One thread per process: ranks and engine share few cores, and threads that wait for each other cost more than they give.
+_ENV = {"OMP_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "0", "TOKENIZERS_PARALLELISM": "false"}
+
+
+@ray.remote
+class _PolicyActor:
+    """A policy rank. Imports Megatron only in its own process."""
+
+    def __init__(self, config: RunConfig, rank: int, init_method: str):
+        from nemo_ext.local.worker import PolicyWorker
+
+        self._worker = PolicyWorker(config, rank, init_method)
+
+    def call(self, method: str, *args, **kwargs):
+        return getattr(self._worker, method)(*args, **kwargs)
+
+
+@ray.remote
+class _EngineActor:
+    """The rollout engine. Imports vLLM only in its own process."""
+
+    def __init__(self, kwargs: dict):
+        from nemo_ext.rollout.engine import RolloutEngine
+
+        self._engine = RolloutEngine(**kwargs)
+
+    def call(self, method: str, *args, **kwargs):
+        return getattr(self._engine, method)(*args, **kwargs)
+
+
+class PolicyGroup:
+    """All policy ranks; a call reaches every rank and returns rank 0's answer."""
+
+    def __init__(self, config: RunConfig):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._actors = [
+            _PolicyActor.remote(config, rank, f"tcp://127.0.0.1:{port}")
+            for rank in range(config.cluster.gpus_per_node)
+        ]
+
+    def start(self, method: str, *args, **kwargs) -> list[ray.ObjectRef]:
+        """One reference per rank, without waiting."""
+        return [actor.call.remote(method, *args, **kwargs) for actor in self._actors]
+
+    def call(self, method: str, *args, **kwargs):
+        return ray.get(self.start(method, *args, **kwargs))[0]
+
+
+class EngineHandle:
+    """The engine's actor."""
+
+    def __init__(self, kwargs: dict):
+        self._actor = _EngineActor.remote(kwargs)
+
+    def start(self, method: str, *args, **kwargs) -> ray.ObjectRef:
+        return self._actor.call.remote(method, *args, **kwargs)
+
+    def call(self, method: str, *args, **kwargs):
+        return ray.get(self.start(method, *args, **kwargs))
+
+
+class Cluster:
+    """A local Ray instance for one run."""
+
+    def __enter__(self) -> "Cluster":
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        ray.init(
+            num_cpus=64,  # actors take turns; the count must only not hold any of them back
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=512 * 2**20,
+            configure_logging=False,
+            runtime_env={"env_vars": _ENV},
+        )
+        return self
+
+    def __exit__(self, *exc) -> None:
+        ray.shutdown()
+
+    def policy(self, config: RunConfig) -> PolicyGroup:
+        return PolicyGroup(config)
+
+    def engine(self, **kwargs) -> EngineHandle:
+        return EngineHandle(kwargs)

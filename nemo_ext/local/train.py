@@ -1,0 +1,165 @@
+"""Synchronous GRPO: rollouts, rewards, the joint step, the refresh, until the steps are done."""
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_ext.local import checkpoint, warmup
+from nemo_ext.local.batch import Sample, StepPlan
+from nemo_ext.local.cluster import Cluster, EngineHandle, PolicyGroup
+from nemo_ext.local.display import Display
+from nemo_ext.local.grpo_loss import advantages
+from nemo_ext.local.metrics_log import MetricsLog
+from nemo_ext.local.report import write_report
+from nemo_ext.local.settings import RunConfig
+from nemo_ext.local.tasks import Tasks
+from nemo_ext.local.tokenizer import Codec, load_tokenizer
+
+
+@dataclass
+class Rollout:
+    """What one rollout phase gave: samples with advantages, and its part of the metrics."""
+
+    samples: list[Sample]
+    metrics: dict
+
+
+class Trainer:
+    """The loop over already running ranks and engine.
+
+    Args:
+        config: the whole, checked run.
+        policy_group, engine: the actors.
+        codec, tasks: text to ids, and the problems.
+    """
+
+    def __init__(self, config: RunConfig, policy_group: PolicyGroup, engine: EngineHandle, codec: Codec, tasks: Tasks):
+        self._config = config
+        self._policy = policy_group
+        self._engine = engine
+        self._codec = codec
+        self._tasks = tasks
+        self.version = 0
+
+    def refresh(self, version: int) -> float:
+        """Sends policy and draft weights to the engine under `version`; seconds."""
+        began = time.monotonic()
+        # The stream goes from rank 0's process to the engine's without passing through this one.
+        self._engine.call("refresh", version, self._policy.start("export")[0])
+        self.version = version
+        return time.monotonic() - began
+
+    def rollout(self, step: int) -> Rollout:
+        """Samples every prompt of the step, scores the answers, and computes advantages.
+
+        Raises RuntimeError when the engine's weights are not this trainer's version.
+        """
+        grpo, generation = self._config.grpo, self._config.policy.generation
+        problems = self._tasks.problems("train", step * grpo.num_prompts_per_step, grpo.num_prompts_per_step)
+        prompts = [self._codec.prompt(p.question) for p in problems]
+        rollouts = self._engine.call(
+            "generate",
+            prompts,
+            n=grpo.num_generations_per_prompt,
+            temperature=generation.temperature,
+            top_p=generation.top_p,
+            top_k=generation.top_k,
+            max_new_tokens=generation.max_new_tokens,
+            stop_token_ids=[self._codec.end_id],
+            seed=grpo.seed * 1_000_003 + step,
+        )
+        if rollouts.weights_version != self.version:
+            raise RuntimeError(
+                f"rollouts of step {step} were made by weights version {rollouts.weights_version}, "
+                f"the trainer is at version {self.version}; the refresh did not reach the engine"
+            )
+        groups: list[list[Sample]] = [[] for _ in prompts]
+        rewards: list[list[float]] = [[] for _ in prompts]
+        for item in rollouts.samples:
+            groups[item.prompt].append(Sample(prompts[item.prompt], item.token_ids, item.logprobs))
+            rewards[item.prompt].append(self._tasks.reward(problems[item.prompt], self._codec.text(item.token_ids)))
+        scores = advantages(
+            rewards, normalize=grpo.normalize_rewards, leave_one_out=grpo.use_leave_one_out_baseline
+        )
+        for group, values in zip(groups, scores, strict=True):
+            for sample, value in zip(group, values, strict=True):
+                sample.advantage = value
+        flat = [reward for group in rewards for reward in group]
+        accept = rollouts.accept
+        metrics = {
+            "reward_mean": sum(flat) / len(flat),
+            "response_tokens_mean": rollouts.generated_tokens / len(flat),
+            "rollout_s": rollouts.seconds,
+            "rollout_tokens": rollouts.generated_tokens,
+            "rollout_tokens_per_s": rollouts.generated_tokens / rollouts.seconds,
+            "accepted_length": accept.accepted_length if accept else None,
+            "acceptance_rate": accept.acceptance_rate if accept else None,
+            "acceptance_per_position": accept.acceptance_per_position if accept else None,
+        }
+        return Rollout([sample for group in groups for sample in group], metrics)
+
+    def step(self, step: int) -> dict:
+        """One whole GRPO step; its metrics."""
+        began = time.monotonic()
+        rollout = self.rollout(step)
+        trained_from = time.monotonic()
+        metrics = {"step": step, **rollout.metrics}
+        metrics |= self._policy.call("step", rollout.samples, StepPlan("grpo", True, self._config.policy.draft.enabled))
+        metrics["train_s"] = time.monotonic() - trained_from
+        metrics["refresh_s"] = self.refresh(self.version + 1)
+        metrics["weights_version"] = self.version
+        metrics["policy_sha256"] = self._policy.call("digest")
+        metrics["step_s"] = time.monotonic() - began
+        return metrics
+
+
+def run(config: RunConfig) -> Path:
+    """Trains as `config` says and returns the run's folder, with metrics, checkpoints and report in it."""
+    folder = Path(config.logger.log_dir) / config.logger.run_name
+    folder.mkdir(parents=True, exist_ok=True)
+    draft_learns = config.policy.draft.enabled
+    with Cluster() as cluster, Display(config) as display, MetricsLog(folder, config) as log:
+        policy_group = cluster.policy(config)
+        start = warmup.prepare(config, policy_group, display.note)
+        resumed = checkpoint.latest(folder) if config.checkpointing.enabled else None
+        weights = warmup.Start(resumed / "policy", resumed / "draft") if resumed else start
+        engine = cluster.engine(**engine_arguments(config, start))
+        policy_group.call("load", str(weights.policy), str(weights.draft) if draft_learns else None)
+        trainer = Trainer(
+            config, policy_group, engine, Codec(load_tokenizer(start.policy)), warmup.make_tasks(config)
+        )
+        engine.call("warm")
+        first = 0
+        if resumed:
+            policy_group.call("restore", str(resumed))
+            first = checkpoint.step_of(resumed)
+            trainer.refresh(first)
+            log.truncate(first)
+            display.note(f"resumed from {resumed}")
+        for step in range(first, config.grpo.max_num_steps):
+            metrics = trainer.step(step)
+            log.write(metrics)
+            display.step(metrics)
+            last = step + 1 == config.grpo.max_num_steps
+            if config.checkpointing.enabled and (last or (step + 1) % config.checkpointing.save_period == 0):
+                checkpoint.save(folder, step + 1, policy_group, start, keep=config.checkpointing.keep_last)
+        engine.call("close")
+        policy_group.call("close")
+    write_report(folder)
+    return folder
+
+
+def engine_arguments(config: RunConfig, start: warmup.Start) -> dict:
+    """Arguments of `RolloutEngine`: the warm-up's folders unless the YAML names a draft."""
+    generation = config.policy.generation
+    speculative = generation.vllm_kwargs.speculative_config
+    if speculative is not None:
+        speculative = {"model": str(start.draft), **json.loads(speculative.model_dump_json(exclude_none=True))}
+    return {
+        "policy": str(start.policy),
+        "speculative_config": speculative,
+        "max_model_len": generation.vllm_cfg.max_model_len,
+        "max_num_seqs": generation.vllm_cfg.max_num_seqs,
+        "seed": config.grpo.seed,
+    }

@@ -1,0 +1,135 @@
+"""What RL starts from: a policy that answers, and a briefly trained draft, as Hugging Face folders cached by config hash."""
+
+import hashlib
+import json
+import shutil
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from nemo_ext.config import default_taps
+from nemo_ext.drafts.eagle3 import init_eagle3
+from nemo_ext.drafts.eagle3_config import Eagle3Config
+from nemo_ext.local.batch import Sample, StepPlan
+from nemo_ext.local.cluster import PolicyGroup
+from nemo_ext.local.hf_folder import CONFIG, read_hf_folder, save_hf_folder
+from nemo_ext.local.hf_policy import init_policy
+from nemo_ext.local.settings import RunConfig
+from nemo_ext.local.tasks import Tasks
+from nemo_ext.local.tokenizer import Codec, load_tokenizer, make_tokenizer
+
+
+@dataclass(frozen=True)
+class Start:
+    """The folders that a run starts from."""
+
+    policy: Path
+    draft: Path
+
+
+def make_tasks(config: RunConfig) -> Tasks:
+    return Tasks([(t.name, t.weight, t.config) for t in config.data.tasks], config.data.seed)
+
+
+def prepare(config: RunConfig, policy_group: PolicyGroup, report=lambda text: None) -> Start:
+    """Returns the start of a run, made on the given ranks unless the cache has it.
+
+    The hash covers what the folders' bytes follow from: shapes, tasks, warm-up and seeds; not the parallel layout, the rollouts or the
+    RL settings, so that the three runs of `compare` share one start.
+    """
+    cached = Path(config.data.warmup.cache_dir) / _hash(config)
+    start = Start(cached / "policy", cached / "draft")
+    if (cached / "done").exists():
+        report(f"warm-up: cached in {cached}")
+        return start
+    shutil.rmtree(cached, ignore_errors=True)
+    _initial_folders(config, start)
+    _train(config, policy_group, start, report)
+    (cached / "done").touch()
+    return start
+
+
+def _hash(config: RunConfig) -> str:
+    policy, draft = config.policy, config.policy.draft
+    what = {
+        "model_name": policy.model_name,
+        "model": policy.model.model_dump() if policy.model else None,
+        "data": config.data.model_dump(exclude={"warmup": {"cache_dir"}}),
+        "seed": config.grpo.seed,
+        "draft": draft.model_dump(exclude={"enabled", "loss_weight", "optimizer", "engine"}),
+        "temperature": policy.generation.temperature,
+    }
+    return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _initial_folders(config: RunConfig, start: Start) -> None:
+    """Untrained folders, or copies of the ones that the config names."""
+    policy, draft = config.policy, config.policy.draft
+    tasks = make_tasks(config)
+    if policy.model_name:
+        shutil.copytree(policy.model_name, start.policy)
+    else:
+        questions = [p.question for p in tasks.problems("tokenizer", 0, 512)]
+        tokenizer = make_tokenizer(questions, policy.model.vocab_size)
+        start.policy.mkdir(parents=True)
+        tokenizer.save_pretrained(start.policy)
+        hf_config = policy.model.hf_config(eos_token_id=Codec(tokenizer).end_id)
+        save_hf_folder(start.policy, hf_config, init_policy(hf_config, config.grpo.seed))
+    if draft.model_name:
+        shutil.copytree(draft.model_name, start.draft)
+        return
+    hf_config = json.loads((start.policy / CONFIG).read_text())
+    cfg = Eagle3Config.for_policy(
+        hf_config,
+        draft.aux_layer_indices or default_taps(hf_config["num_hidden_layers"]),
+        num_layers=draft.num_layers or 1,
+        draft_vocab_size=draft.draft_vocab_size,
+        norm_output=bool(draft.norm_output),
+        norm_before_residual=bool(draft.norm_before_residual),
+        fc_norm=bool(draft.fc_norm),
+    )
+    target_ids = _frequent_ids(config, start, cfg) if cfg.reduced_vocab else None
+    save_hf_folder(start.draft, cfg.to_hf(), init_eagle3(cfg, config.grpo.seed + 1, target_ids))
+
+
+def _frequent_ids(config: RunConfig, start: Start, cfg: Eagle3Config) -> torch.Tensor:
+    """The ids that answers use most, ascending: the reduced vocabulary of a fresh draft."""
+    codec, counts = Codec(load_tokenizer(start.policy)), Counter()
+    for problem in make_tasks(config).problems("warmup", 0, 2048):
+        counts.update(codec.answer(problem.answer))
+    ranked = sorted(range(cfg.vocab_size), key=lambda i: (-counts[i], i))
+    return torch.tensor(sorted(ranked[: cfg.draft_vocab_size]))
+
+
+def _train(config: RunConfig, policy_group: PolicyGroup, start: Start, report) -> None:
+    """Supervised steps on the tasks' answers: first the policy alone, then the draft alone on the policy as it then is."""
+    warmup = config.data.warmup
+    phases = [
+        ("policy", 0 if config.policy.model_name else warmup.policy_steps, StepPlan("supervised", True, False)),
+        ("draft", 0 if config.policy.draft.model_name else warmup.draft_steps, StepPlan("supervised", False, True)),
+    ]
+    if not any(steps for _, steps, _ in phases):
+        return
+    codec, tasks = Codec(load_tokenizer(start.policy)), make_tasks(config)
+    policy_group.call("load", str(start.policy), str(start.draft), policy_lr=warmup.lr, draft_lr=warmup.draft_lr)
+    drawn = 0
+    for name, steps, plan in phases:
+        for step in range(steps):
+            problems = tasks.problems("warmup", drawn, warmup.batch_size)
+            drawn += len(problems)
+            samples = [
+                Sample(codec.prompt(p.question), answer := codec.answer(p.answer), [0.0] * len(answer))
+                for p in problems
+            ]
+            metrics = policy_group.call("step", samples, plan)
+            if step % 20 == 0 or step == steps - 1:
+                report(f"warm-up: {name} step {step + 1}/{steps}, loss {metrics[f'{name}_loss']:.3f}")
+    stream = policy_group.call("export")
+    _, old_draft = read_hf_folder(start.draft)
+    policy_config, _ = read_hf_folder(start.policy)
+    draft_config = json.loads((start.draft / CONFIG).read_text())
+    save_hf_folder(start.policy, policy_config, {n: t for n, t in stream if not n.startswith("draft.")})
+    trained = {n.removeprefix("draft."): t for n, t in stream if n.startswith("draft.")}
+    save_hf_folder(start.draft, draft_config, {name: trained.get(name, t) for name, t in old_draft.items()})

@@ -1,0 +1,258 @@
+"""One policy rank: the policy, its draft, their optimizers, and the joint step over Megatron's own schedule.
+
+Legend: T rows of this rank, E rows with halo, H hidden size, V this rank's shard of the vocabulary.
+"""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from nemo_ext.local import megatron_cpu  # noqa: F401  (before megatron.core)
+
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from nemo_ext.attention.core_attention import PackedParams
+from nemo_ext.cotrain import Eagle3Objective, draft_metrics, read_target
+from nemo_ext.drafts.eagle3 import Eagle3Draft
+from nemo_ext.drafts.eagle3_config import Eagle3Config
+from nemo_ext.drafts.eagle3_hf import export_eagle3, load_eagle3
+from nemo_ext.local.batch import Microbatch, Sample, StepPlan, microbatches
+from nemo_ext.local.grpo_loss import grpo_loss, supervised_loss, token_log_probs
+from nemo_ext.local.hf_folder import read_hf_folder, save_hf_folder
+from nemo_ext.local.hf_policy import export_policy, load_policy, policy_digest
+from nemo_ext.local.optim import build_optimizer, finalize_grads, wrap_ddp
+from nemo_ext.local.parallel import ParallelSizes, destroy_gloo, destroy_parallel, init_gloo, init_parallel
+from nemo_ext.local.policy import build_policy, policy_config
+from nemo_ext.local.settings import RunConfig
+from nemo_ext.taps import TapCapture
+
+
+class PolicyWorker:
+    """Everything that one policy rank holds. All ranks call every method together.
+
+    Args:
+        config: the whole, checked run.
+        rank: of `config.cluster.gpus_per_node` policy ranks.
+        init_method: torch's rendezvous, `tcp://host:port` or `file://path`.
+    """
+
+    def __init__(self, config: RunConfig, rank: int, init_method: str):
+        megatron = config.policy.megatron_cfg
+        self._config = config
+        model_ranks = (
+            megatron.tensor_model_parallel_size
+            * megatron.pipeline_model_parallel_size
+            * megatron.context_parallel_size
+        )
+        world = config.cluster.gpus_per_node
+        init_gloo(rank, world, init_method)
+        self._groups = init_parallel(
+            ParallelSizes(
+                tp=megatron.tensor_model_parallel_size,
+                pp=megatron.pipeline_model_parallel_size,
+                cp=megatron.context_parallel_size,
+                dp=world // model_ranks,
+            ),
+            seed=config.grpo.seed,
+        )
+        self._draft = None
+
+    def load(
+        self,
+        policy_folder: str,
+        draft_folder: str | None,
+        policy_lr: float | None = None,
+        draft_lr: float | None = None,
+    ) -> None:
+        """Builds the policy, and the draft where a folder is given, from Hugging Face folders, with fresh optimizers.
+
+        The learning rates are the config's unless given (the warm-up has its own).
+        """
+        policy, groups = self._config.policy, self._groups
+        self._hf_config, tensors = read_hf_folder(policy_folder)
+        config = policy_config(self._hf_config, groups, recompute=policy.megatron_cfg.activation_checkpointing)
+        self._gpt = build_policy(self._hf_config, config, groups)
+        load_policy([self._gpt], self._hf_config, tensors, groups)
+        self._policy_ddp = wrap_ddp(self._gpt, config)
+        self._policy_optimizer = self._optimizer(
+            self._policy_ddp,
+            policy.megatron_cfg.optimizer,
+            policy_lr,
+            policy.megatron_cfg.scheduler.lr_warmup_iters,
+            groups.mp,
+        )
+        self._draft = None
+        if draft_folder is None:
+            return
+        self._draft_hf_config, tensors = read_hf_folder(draft_folder)
+        self._draft = Eagle3Draft(Eagle3Config.from_hf(self._draft_hf_config), config, groups.tp)
+        load_eagle3(self._draft, tensors, groups.tp)
+        # Wrapped apart from the policy and only then made its child: the policy's gradient buckets, norm and clip are
+        # the same with a draft and without.
+        self._draft_ddp = wrap_ddp(self._draft, config)
+        settings = policy.draft.optimizer
+        self._draft_optimizer = self._optimizer(
+            self._draft_ddp, settings, draft_lr, settings.lr_warmup_iters, groups.tp
+        )
+        self._gpt.draft_model = self._draft
+        self._objective = Eagle3Objective(
+            self._draft,
+            pass_weights=policy.draft.pass_weights,
+            temperature=policy.generation.temperature,
+            mask_out_of_draft_vocab=policy.draft.mask_out_of_draft_vocab,
+            tp_group=groups.tp,
+            cp_group=groups.cp,
+            recompute=policy.megatron_cfg.activation_checkpointing,
+        )
+
+    def _optimizer(self, ddp, settings, lr: float | None, lr_warmup_iters: int, norm_group):
+        return build_optimizer(
+            [ddp],
+            lr=settings.lr if lr is None else lr,
+            weight_decay=settings.weight_decay,
+            betas=(settings.adam_beta1, settings.adam_beta2),
+            eps=settings.adam_eps,
+            clip_grad=settings.clip_grad,
+            lr_warmup_iters=0 if lr is not None else lr_warmup_iters,
+            tp_group=self._groups.tp,
+            norm_group=norm_group,
+        )
+
+    def step(self, samples: list[Sample], plan: StepPlan) -> dict:
+        """One optimizer step on the global batch (every rank gets all of it and takes its share).
+
+        Returns the step's metrics, equal on all ranks; keys of models that did not learn are absent.
+        """
+        with_draft = plan.train_draft and self._draft is not None
+        batches = self._microbatches(samples)
+        tokens = sum(sample.mask * len(sample.response) for sample in samples)
+        denominator = self._draft_denominator(batches) if with_draft else None
+        self._policy_optimizer.zero_grad()
+        if with_draft:
+            self._draft_optimizer.zero_grad()
+
+        sums = get_forward_backward_func()(
+            forward_step_func=self._forward_step(plan, max(tokens, 1.0), denominator),
+            data_iterator=iter(batches),
+            model=[self._policy_ddp],
+            num_microbatches=len(batches),
+            seq_length=batches[0].layout.local_total,
+            micro_batch_size=1,
+        )
+        metrics: dict = {}
+        policy_sums = self._reduce(torch.stack([s["policy"] for s in sums]).sum(0))
+        if plan.train_policy:
+            finalize_grads([self._policy_ddp], self._groups)
+            metrics["grad_norm"] = self._policy_optimizer.step()
+            loss, ratio, clipped, kl = (policy_sums / max(tokens, 1.0)).tolist()
+            metrics |= {"policy_loss": loss, "ratio_mean": ratio, "clipped_share": clipped, "sampler_kl": kl}
+        if with_draft:
+            finalize_grads([self._draft_ddp], self._groups)
+            metrics["draft_grad_norm"] = self._draft_optimizer.step()
+            draft_sums = self._reduce(torch.stack([s["draft"] for s in sums]).sum(0))
+            metrics |= draft_metrics(draft_sums, self._objective.pass_weights)
+        return metrics
+
+    def _microbatches(self, samples: list[Sample]) -> list[Microbatch]:
+        policy, groups = self._config.policy, self._groups
+        return microbatches(
+            samples[groups.dp.rank() :: groups.dp.size()],
+            packed=policy.sequence_packing.enabled,
+            max_tokens=policy.sequence_packing.train_mb_tokens,
+            max_sequences=policy.train_micro_batch_size,
+            cp_size=groups.cp.size(),
+            cp_rank=groups.cp.rank(),
+            pad_multiple=1,
+        )
+
+    def _draft_denominator(self, batches: list[Microbatch]) -> torch.Tensor:
+        """The global `sum_d alpha_d N_d`: one reduction per step, over DP and CP, never over TP."""
+        count_P = sum(self._objective.count(batch.layout, batch.label_mask_R) for batch in batches)
+        return self._objective.denominator(self._reduce(count_P))
+
+    def _forward_step(self, plan: StepPlan, tokens: float, denominator: torch.Tensor | None):
+        config, groups = self._config, self._groups
+
+        def forward_step(data_iterator, model):
+            batch: Microbatch = next(data_iterator)
+            tokens_T = batch.tokens_R[batch.layout.local_rows]
+            capture = TapCapture(self._gpt, self._draft.cfg.tap_layers if denominator is not None else ())
+            with capture:
+                logits_1TV = model(
+                    input_ids=tokens_T[None],
+                    position_ids=None,
+                    attention_mask=None,
+                    packed_seq_params=PackedParams.of(batch.layout),
+                )
+
+            def loss_function(logits_1TV):
+                log_prob_T = token_log_probs(
+                    logits_1TV, batch.next_token(batch.tokens_R), config.policy.generation.temperature
+                )
+                if plan.loss == "grpo":
+                    policy = grpo_loss(
+                        log_prob_T,
+                        batch,
+                        clip_min=config.loss_fn.ratio_clip_min,
+                        clip_max=config.loss_fn.ratio_clip_max,
+                        tokens=tokens,
+                    )
+                else:
+                    policy = supervised_loss(log_prob_T, batch, tokens=tokens)
+                total, sums = policy.loss, {"policy": policy.sums()}
+                if denominator is not None:
+                    halo = self._objective.halo(batch.layout)
+                    target = read_target(
+                        self._gpt, capture, batch.tokens_R[halo.rows], logits_1TV.squeeze(0), groups.tp
+                    )
+                    draft = self._objective.loss(batch.layout, batch.label_mask_R, target, denominator)
+                    weighted = config.policy.draft.loss_weight * draft.loss
+                    total = total + weighted if plan.train_policy else weighted
+                    sums["draft"] = draft.sums()
+                return total, torch.ones((), dtype=torch.int), sums
+
+            return logits_1TV, loss_function
+
+        return forward_step
+
+    def _reduce(self, x: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(x, group=self._groups.dp_cp)
+        return x
+
+    def export(self) -> list[tuple[str, torch.Tensor]] | None:
+        """The refresh stream: policy tensors, then the draft's under `draft.`; whole on rank 0, None elsewhere."""
+        stream = list(export_policy([self._gpt], self._hf_config, self._groups))
+        if self._draft is not None:
+            stream += [(f"draft.{name}", t.clone()) for name, t in export_eagle3(self._draft, self._groups.tp)]
+        return stream if dist.get_rank() == 0 else None
+
+    def digest(self) -> str:
+        """SHA-256 of the policy's full weights."""
+        return policy_digest(export_policy([self._gpt], self._hf_config, self._groups))
+
+    def save(self, folder: str, tokenizer_folder: str) -> None:
+        """Writes a checkpoint: both models as Hugging Face folders (rank 0), and this rank's optimizer states."""
+        stream = self.export()
+        if stream is not None:
+            policy = {name: t for name, t in stream if not name.startswith("draft.")}
+            save_hf_folder(Path(folder) / "policy", self._hf_config, policy, tokenizer_folder)
+            if self._draft is not None:
+                draft = {name.removeprefix("draft."): t for name, t in stream if name.startswith("draft.")}
+                save_hf_folder(Path(folder) / "draft", self._draft_hf_config, draft)
+        state = {"policy": self._policy_optimizer.state_dict()}
+        if self._draft is not None:
+            state["draft"] = self._draft_optimizer.state_dict()
+        torch.save(state, Path(folder) / f"optimizer_rank{dist.get_rank()}.pt")
+        dist.barrier()
+
+    def restore(self, folder: str) -> None:
+        """Takes the optimizer states of `save` back, after `load` took its folders; the parallel layout must be the same."""
+        state = torch.load(Path(folder) / f"optimizer_rank{dist.get_rank()}.pt", weights_only=True)
+        self._policy_optimizer.load_state_dict(state["policy"])
+        if self._draft is not None:
+            self._draft_optimizer.load_state_dict(state["draft"])
+
+    def close(self) -> None:
+        destroy_parallel()
+        destroy_gloo()
