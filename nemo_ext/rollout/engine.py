@@ -111,8 +111,12 @@ class RolloutEngine:
             logprobs_mode="processed_logprobs",
             **{**kwargs, **(vllm_kwargs or {})},
         )
-        self._call("prepare_refresh", weights_version)
-        self._call("correct_sampler")
+        try:
+            self._call("prepare_refresh", weights_version)
+            self._call("correct_sampler")
+        except Exception:
+            self.close()
+            raise
 
     def warm(self) -> None:
         """Takes the cost of first calls (both sampling paths) out of the first rollout."""
