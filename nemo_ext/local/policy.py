@@ -118,6 +118,9 @@ def policy_config(
         pipeline_dtype=params_dtype,
         # Packs differ in length, so stages tell each other the shape first.
         variable_seq_lengths=groups.pp.size() > 1,
+        # With virtual stages a rank may be its neighbour's previous and next stage at once: Megatron's unbatched
+        # messages tell those apart.
+        batch_p2p_comm=vpp is None,
         moe_token_dispatcher_type="alltoall",  # Megatron asks for this with variable lengths, experts or not
         **recompute_args,
     )
