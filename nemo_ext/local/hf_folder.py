@@ -33,7 +33,7 @@ def save_hf_folder(
 
 
 def read_hf_folder(path: str | Path) -> tuple[dict, dict[str, torch.Tensor]]:
-    """Reads configuration and tensors of a folder with one `model.safetensors`; raises FileNotFoundError for neither."""
+    """Reads configuration and tensors of such a folder; raises FileNotFoundError where either file is missing."""
     path = Path(path)
     for name in (CONFIG, WEIGHTS):
         if not (path / name).is_file():

@@ -8,6 +8,7 @@ import torch
 
 from nemo_ext.local import megatron_cpu  # noqa: F401  (before megatron.core)
 
+# isort: split
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from nemo_ext.local.hf_shards import QKV, Columns, GateUp, VocabRows, Whole
@@ -118,8 +119,9 @@ def check_policy_tensors(hf_config: dict, tensors: Mapping[str, torch.Tensor]) -
     for name, shape in shapes.items():
         if name not in tensors:
             raise ValueError(f"the policy checkpoint has no tensor {name}, which its config.json asks for")
-        if tuple(tensors[name].shape) != shape:
-            raise ValueError(f"policy tensor {name} has shape {tuple(tensors[name].shape)}; its config.json gives {shape}")
+        found = tuple(tensors[name].shape)
+        if found != shape:
+            raise ValueError(f"policy tensor {name} has shape {found}; its config.json gives {shape}")
     if extra := sorted(set(tensors) - set(shapes)):
         raise ValueError(f"the policy checkpoint has a tensor {extra[0]}, which its config.json does not ask for")
 

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from nemo_ext.local import megatron_cpu  # noqa: F401  (before megatron.core)
 
+# isort: split
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer, MegatronOptimizer
@@ -28,7 +29,7 @@ def wrap_ddp(module: torch.nn.Module, config: TransformerConfig) -> DistributedD
     Parameters that join `module` later (the draft) are not its own. Raises ValueError if `config` would average.
     """
     if not config.calculate_per_token_loss:
-        raise ValueError("calculate_per_token_loss is False, with which Megatron's DDP averages gradients; set it to True")
+        raise ValueError("calculate_per_token_loss is False: Megatron's DDP would average gradients; set it to True")
     return DistributedDataParallel(
         config=config,
         ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False),
@@ -86,13 +87,13 @@ class TrainOptimizer:
     def step(self) -> float:
         """One update with the finished gradients; returns their norm before the clip.
 
-        Step n (from 1) of a warm-up over N steps uses `lr * n / N`. Raises FloatingPointError if the norm is not finite;
-        the weights are spoilt then.
+        Step n (from 1) of a warm-up over N steps uses `lr * n / N`. Raises FloatingPointError if the norm is not
+        finite; the weights are spoilt then.
         """
         self.schedule.step(1)
         _, grad_norm, _ = self.optimizer.step()
         if not math.isfinite(grad_norm):
-            raise FloatingPointError(f"the gradient norm is {grad_norm}; lower the learning rate or look at the rollouts")
+            raise FloatingPointError(f"the gradient norm is {grad_norm}; lower the optimizer's lr or look at the batch")
         return grad_norm
 
     def reload_model_params(self) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from nemo_ext.local import megatron_cpu  # noqa: F401  (before megatron.core)
 
+# isort: split
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed

@@ -11,11 +11,16 @@ import torch.nn.functional as F
 
 from nemo_ext.local import megatron_cpu  # noqa: F401  (before megatron.core)
 
+# isort: split
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage, is_vp_first_stage, is_vp_last_stage
+from megatron.core.pipeline_parallel.utils import (
+    is_pp_first_stage,
+    is_pp_last_stage,
+    is_vp_first_stage,
+    is_vp_last_stage,
+)
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -126,7 +131,9 @@ def policy_config(
     )
 
 
-def _block_spec(config: TransformerConfig, groups: ProcessGroupCollection, vp_stage: int | None) -> TransformerBlockSubmodules:
+def _block_spec(
+    config: TransformerConfig, groups: ProcessGroupCollection, vp_stage: int | None
+) -> TransformerBlockSubmodules:
     """This stage's layers: Megatron's local spec, with our attention and a norm that knows sequence parallelism."""
     layer = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
     layer.submodules.input_layernorm = PolicyNorm

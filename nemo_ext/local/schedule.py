@@ -8,6 +8,7 @@ from torch.distributed import P2POp, batch_isend_irecv, irecv, isend
 
 from nemo_ext.local import megatron_cpu  # noqa: F401  (before megatron.core)
 
+# isort: split
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
