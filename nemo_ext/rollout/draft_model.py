@@ -10,6 +10,7 @@ Facts about vLLM 0.32 that the code answers to:
 """
 
 import copy
+import re
 from collections.abc import Iterable
 
 import torch
@@ -19,6 +20,8 @@ from nemo_ext.rollout.errors import RefreshError
 
 # Hugging Face name of a tensor that vLLM may share with the target -> path of its module in the draft and the target.
 SHAREABLE = {"lm_head.weight": "lm_head", "embed_tokens.weight": "model.embed_tokens"}
+# Every EAGLE-3 layer of vLLM has a hidden_norm; only the first one's is read, and checkpoints have no other.
+UNREAD = re.compile(r"layers\.[1-9]\d*\.hidden_norm\.")
 UNWRITTEN_INT = torch.iinfo(torch.int64).min
 
 
@@ -138,7 +141,11 @@ def verify_loading(draft: nn.Module, target: nn.Module, tensors: Iterable[tuple[
         RefreshError: names the parameters that cannot be written, or that the checkpoint leaves as they were made.
     """
     theirs = {parameter.data_ptr() for parameter in target.parameters()}
-    own = {name: p for name, p in draft.named_parameters() if p.data_ptr() not in theirs or p.numel() == 0}
+    own = {
+        name: parameter
+        for name, parameter in draft.named_parameters()
+        if (parameter.data_ptr() not in theirs or parameter.numel() == 0) and not UNREAD.search(name)
+    }
     emptied = [name for name, parameter in own.items() if parameter.numel() == 0]
     if emptied:
         raise RefreshError(
