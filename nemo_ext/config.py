@@ -173,8 +173,8 @@ class DraftConfig(Section):
         model_name: draft folder (Hugging Face, safetensors) to start from; null makes a fresh one.
         loss_weight: lambda of `L_RL + lambda * L_draft`.
         num_layers: decoder layers of the draft; null: 1, or the checkpoint's.
-        aux_layer_indices: tapped policy layers, from 0; index l is the OUTPUT of decoder layer l, which vLLM's EAGLE-3 calls
-            l + 1. Ascending, because vLLM sorts its ids. null: `default_taps`, or the checkpoint's.
+        aux_layer_indices: tapped policy layers, from 0; index l is the OUTPUT of decoder layer l, which vLLM's EAGLE-3
+            calls l + 1. Ascending, because vLLM sorts its ids. null: `default_taps`, or the checkpoint's.
         ttt_steps: passes of training-time test; a draft is trained for as many tokens per chain.
         ttt_pass_weights: one weight a pass; null weighs all alike.
         draft_vocab_size: reduced vocabulary; null: the policy's whole vocabulary, or the checkpoint's.
@@ -220,7 +220,7 @@ class DraftConfig(Section):
     def _ascending(cls, value: list[int] | None) -> list[int] | None:
         if value is not None and value != sorted(set(value)):
             raise ValueError(
-                f"aux_layer_indices is {value}; layers must ascend without repeats (vLLM sorts them): {sorted(set(value))}"
+                f"aux_layer_indices is {value}; vLLM sorts layers and drops repeats, so give {sorted(set(value))}"
             )
         if value is not None and value[0] < 0:
             raise ValueError(f"aux_layer_indices is {value}; layers are numbered from 0")

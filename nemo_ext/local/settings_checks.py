@@ -1,0 +1,239 @@
+"""Holds a run's settings, files and tasks against each other, whole, before any process starts."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from nemo_ext.config import AVAILABLE, ConfigError, default_taps, not_yet, show, taps_outside, validated
+from nemo_ext.drafts.eagle3_config import Eagle3Config
+from nemo_ext.drafts.eagle3_folder import CONFIG, PICKLES, WEIGHTS, check_draft_folder
+from nemo_ext.local.settings import RunConfig
+from nemo_ext.local.task_checks import task_lines
+from nemo_ext.local.yaml_config import load_yaml
+
+# What vLLM's CPU attention takes.
+HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+_NEEDED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "rms_norm_eps",
+)
+_BATCH = "grpo.num_prompts_per_step * grpo.num_generations_per_prompt"
+
+
+def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The checked settings of a YAML file with `key=value` overrides. Raises ConfigError."""
+    return checked(load_yaml(path, overrides))
+
+
+def checked(data: Mapping[str, Any]) -> RunConfig:
+    """The settings in `data`; what `policy.draft` leaves null is filled in, from the draft checkpoint or by default.
+
+    Raises ConfigError with a line for everything that cannot work.
+    """
+    config = validated(RunConfig, data)
+    lines = [line for check in (_layout, _lengths, _speculation, task_lines) for line in check(config)]
+    try:
+        policy = policy_hf_config(config)
+        shape = _draft_shape(config, policy)
+    except ConfigError as error:
+        raise ConfigError(*lines, *error.lines) from None
+    lines += [*_shapes(config, policy, shape), *_shards(config, policy, shape)]
+    if lines:
+        raise ConfigError(*lines)
+    draft = config.policy.draft
+    draft.aux_layer_indices = list(shape.tap_layers)
+    for key in ("num_layers", "draft_vocab_size", "norm_output", "norm_before_residual", "fc_norm"):
+        setattr(draft, key, getattr(shape, key))
+    return config
+
+
+def notes(config: RunConfig) -> list[str]:
+    """What is allowed but may surprise."""
+    speculative = config.policy.generation.vllm_kwargs.speculative_config
+    passes = config.policy.draft.ttt_steps
+    if speculative is None or speculative.num_speculative_tokens <= passes:
+        return []
+    return [
+        f"speculative_config.num_speculative_tokens is {speculative.num_speculative_tokens}, policy.draft.ttt_steps is "
+        f"{passes}: tokens after the {passes}th are drafted at depths that the draft was not trained for"
+    ]
+
+
+def policy_hf_config(config: RunConfig) -> dict:
+    """The policy's Hugging Face config: from `policy.model_name`'s folder, or of the fresh `policy.model`."""
+    name, model = config.policy.model_name, config.policy.model
+    if (name is None) == (model is None):
+        both = "both are set" if name else "both are null"
+        raise ConfigError(f"policy.model_name and policy.model: {both}; give a folder or the shape of a fresh policy")
+    if name is None:
+        return model.hf_config(eos_token_id=0)
+    folder, prefix = Path(name), f"policy.model_name is {name}"
+    if not folder.is_dir():
+        raise ConfigError(f"{prefix}: no such folder; give a local Hugging Face folder, or null with policy.model")
+    missing = [file for file in (CONFIG, WEIGHTS, "tokenizer.json") if not (folder / file).is_file()]
+    if WEIGHTS in missing and any(list(folder.glob(pattern)) for pattern in PICKLES):
+        raise ConfigError(f"{prefix}: its weights are pickles, which can run code; convert them to {WEIGHTS}")
+    if missing:
+        raise ConfigError(f"{prefix}: it has no {missing[0]}; give a Hugging Face folder with one {WEIGHTS}")
+    try:
+        policy = json.loads((folder / CONFIG).read_text())
+    except ValueError as error:
+        raise ConfigError(f"{prefix}: {CONFIG} is not JSON: {error}") from None
+    wrong = [key for key in _NEEDED if not isinstance(policy.get(key), (int, float))]
+    if wrong:
+        raise ConfigError(
+            *(f"{prefix}: {key} is {show(policy.get(key))} in {CONFIG}; it must be a number" for key in wrong)
+        )
+    return policy
+
+
+def _draft_shape(config: RunConfig, policy: dict) -> Eagle3Config:
+    """The draft's whole shape: its checkpoint's, or a fresh one's."""
+    draft = config.policy.draft
+    if draft.model_name is not None:
+        return check_draft_folder(
+            draft.model_name, policy, draft, max_length=config.policy.generation.vllm_cfg.max_model_len
+        )
+    taps = draft.aux_layer_indices or default_taps(policy["num_hidden_layers"])
+    lines = taps_outside(taps, policy["num_hidden_layers"])
+    if draft.draft_vocab_size and draft.draft_vocab_size > policy["vocab_size"]:
+        lines.append(
+            f"policy.draft.draft_vocab_size is {draft.draft_vocab_size}, more than the policy's vocabulary of "
+            f"{policy['vocab_size']}; set less, or null for all of it"
+        )
+    if lines:
+        raise ConfigError(*lines)
+    return Eagle3Config.for_policy(
+        policy,
+        taps,
+        num_layers=draft.num_layers or 1,
+        draft_vocab_size=draft.draft_vocab_size,
+        norm_output=bool(draft.norm_output),
+        norm_before_residual=bool(draft.norm_before_residual),
+        fc_norm=bool(draft.fc_norm),
+    )
+
+
+def _layout(config: RunConfig) -> Iterator[str]:
+    """Ranks and batches."""
+    megatron, ranks = config.policy.megatron_cfg, config.cluster.gpus_per_node
+    for setting in AVAILABLE:
+        yield from not_yet(setting, attrgetter(setting)(config))
+    model_ranks = megatron.model_ranks
+    if ranks % model_ranks:
+        yield (
+            f"cluster.gpus_per_node is {ranks}, not a multiple of tensor * pipeline * context parallel size = "
+            f"{model_ranks}; set {model_ranks} or a multiple"
+        )
+        return
+    batch = config.policy.train_global_batch_size
+    rollouts = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
+    if batch != rollouts:
+        yield (
+            f"policy.train_global_batch_size is {batch}, but {_BATCH} = {rollouts}; a step trains once on all of its "
+            f"rollouts, so set {rollouts}"
+        )
+    replicas = ranks // model_ranks
+    for key, value in (
+        ("policy.train_global_batch_size", batch),
+        ("data.warmup.batch_size", config.data.warmup.batch_size),
+    ):
+        if value % replicas:
+            yield f"{key} is {value}, not a multiple of the {replicas} data-parallel replicas; set a multiple"
+
+
+def _lengths(config: RunConfig) -> Iterator[str]:
+    policy = config.policy
+    longest, served = policy.max_total_sequence_length, policy.generation.vllm_cfg.max_model_len
+    if served > longest:
+        yield (
+            f"policy.generation.vllm_cfg.max_model_len is {served}, more than policy.max_total_sequence_length "
+            f"{longest}; set {longest} or less"
+        )
+    if policy.generation.max_new_tokens >= served:
+        yield (
+            f"policy.generation.max_new_tokens is {policy.generation.max_new_tokens}, which leaves no room for a "
+            f"prompt in policy.generation.vllm_cfg.max_model_len {served}; set less"
+        )
+    packing = policy.sequence_packing
+    if packing.enabled and packing.train_mb_tokens < longest:
+        yield (
+            f"policy.sequence_packing.train_mb_tokens is {packing.train_mb_tokens}, less than one sequence of "
+            f"policy.max_total_sequence_length {longest}; set {longest} or more"
+        )
+
+
+def _speculation(config: RunConfig) -> Iterator[str]:
+    """The served draft and the trained one are one."""
+    key = "policy.generation.vllm_kwargs.speculative_config"
+    draft, speculative = config.policy.draft, config.policy.generation.vllm_kwargs.speculative_config
+    if speculative is None:
+        if draft.enabled:
+            yield (
+                f"policy.draft.enabled is true but {key} is null, so nothing would serve the draft; set "
+                f"{key}.method: {draft.speculator_type} and num_speculative_tokens, or enabled: false"
+            )
+        return
+    if speculative.method != draft.speculator_type:
+        yield (
+            f"{key}.method is {speculative.method} but policy.draft.speculator_type is {draft.speculator_type}; "
+            "set both alike"
+        )
+    if speculative.model is not None and speculative.model != draft.model_name:
+        yield (
+            f"{key}.model is {speculative.model} but policy.draft.model_name is {show(draft.model_name)}; "
+            "leave the former out: the run serves its own draft"
+        )
+
+
+def _shapes(config: RunConfig, policy: dict, draft: Eagle3Config) -> Iterator[str]:
+    """Shapes that both Megatron here and vLLM's CPU engine take."""
+    where = "policy.model" if config.policy.model else f"policy.model_name is {config.policy.model_name}: {CONFIG}"
+    plain = {"model_type": "qwen3", "hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
+    for key, value in plain.items():
+        if policy.get(key, value) != value:
+            yield f"{where}: {key} is {show(policy[key])}; this trainer has {show(value)} only"
+    heads, kv_heads = policy["num_attention_heads"], policy["num_key_value_heads"]
+    if heads % kv_heads:
+        yield f"{where}: num_attention_heads is {heads}, not a multiple of num_key_value_heads {kv_heads}"
+    sizes = ", ".join(map(str, HEAD_SIZES))
+    if policy["head_dim"] not in HEAD_SIZES:
+        yield f"{where}: head_dim is {policy['head_dim']}; vLLM's CPU attention takes {sizes}"
+    elif draft.head_dim not in HEAD_SIZES:
+        yield (
+            f"policy.draft.model_name is {config.policy.draft.model_name}: head_dim is {draft.head_dim}; "
+            f"vLLM's CPU attention takes {sizes}"
+        )
+    positions, longest = policy["max_position_embeddings"], config.policy.max_total_sequence_length
+    if longest > positions:
+        yield (
+            f"policy.max_total_sequence_length is {longest}, more than the policy's max_position_embeddings "
+            f"{positions}; set {positions} or less"
+        )
+
+
+def _shards(config: RunConfig, policy: dict, draft: Eagle3Config) -> Iterator[str]:
+    """Everything that tensor parallelism cuts must come out even."""
+    size = config.policy.megatron_cfg.tensor_model_parallel_size
+    cut = {
+        f"the policy's {name}": policy[name]
+        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+    }
+    cut |= {
+        "the draft's num_attention_heads": draft.num_heads,
+        "the draft's num_key_value_heads": draft.num_kv_heads,
+        "the draft's intermediate_size": draft.intermediate_size,
+        "policy.draft.draft_vocab_size": draft.draft_vocab_size,
+    }
+    uneven = [f"{name} ({value})" for name, value in cut.items() if value % size]
+    if uneven:
+        yield f"policy.megatron_cfg.tensor_model_parallel_size is {size}, which does not divide {', '.join(uneven)}"
