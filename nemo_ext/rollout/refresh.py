@@ -44,12 +44,14 @@ class WeightRefresh:
         """Declares the stream.
 
         Raises:
-            RefreshError: a tensor is missing, unknown, declared twice, misshaped or of the wrong type.
+            RefreshError: a tensor is missing, unknown, declared twice, misshaped or of the wrong type, or would be
+                loaded through a module that the draft shares with the target.
             EngineUnusable: an earlier refresh broke off.
         """
         self._require(IDLE)
         manifest = list(manifest)
         check_manifest(manifest, self.expected)
+        self._check_unshared([spec.name for spec in manifest])
         self._pending = {spec.name: spec for spec in manifest}
         self._draft_tensors = []
         self._written = False
@@ -86,7 +88,6 @@ class WeightRefresh:
         self._require(RECEIVING)
         self._guard(self._check_complete)
         if self._draft_tensors:
-            self._guard(self._check_unshared)
             self._written = True
             self._guard(lambda: load_in_place(self.draft, self._draft_tensors))
         self._draft_tensors = []
@@ -130,10 +131,11 @@ class WeightRefresh:
                 f"weight refresh: the stream ended without {name} ({len(self._pending)} tensors missing)"
             )
 
-    def _check_unshared(self) -> None:
-        if self.target is None:
+    def _check_unshared(self, names: list[str]) -> None:
+        if self.target is None or self.draft is None:
             return
-        shared = shared_modules(self.draft, self.target, [name for name, _ in self._draft_tensors])
+        draft_names = [name.removeprefix(DRAFT_PREFIX) for name in names if name.startswith(DRAFT_PREFIX)]
+        shared = shared_modules(self.draft, self.target, draft_names)
         if shared:
             raise RefreshError(
                 f"weight refresh: the draft's {shared[0]} is the target's own module, so loading it would change the "
