@@ -94,7 +94,7 @@ def draft_config(
     fc_norm: bool = False,
     norm_before_fc: bool = False,
 ) -> dict:
-    """config.json of a LlamaForCausalLMEagle3 draft (contract D.1). taps are vLLM's ids: id n is the output after n layers."""
+    """config.json of a LlamaForCausalLMEagle3 draft. taps are vLLM's ids: id n is the output after n layers."""
     hidden = policy["hidden_size"]
     ids = list(taps)
     return {
