@@ -55,7 +55,7 @@ def _axes(ylabel: str, size: tuple[float, float] = _SIZE) -> tuple[Figure, Axes]
     axes = figure.add_subplot()
     axes.set_xlabel("step")
     axes.set_ylabel(ylabel)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, steps=(1, 2, 5, 10)))
     axes.margins(x=0.01)
     return figure, axes
 

@@ -86,6 +86,12 @@ def write_again(folder: Path) -> Path:
     return write_compare_report(folder, runs)
 
 
+def finding(folder: Path) -> str | None:
+    """What a folder of compared runs shows, in a sentence; None for a single run."""
+    gain = margin({mode: {s: read_metrics(run) for s, run in of.items()} for mode, of in compared_runs(folder).items()})
+    return gain.sentence() if gain else None
+
+
 def compared_runs(folder: Path) -> dict[str, dict[int, Path]]:
     """Folders `<mode>-seed<n>` below `folder`, by mode and seed."""
     runs: dict[str, dict[int, Path]] = {mode: {} for mode in MODES}
