@@ -83,6 +83,12 @@ def eagle3_shapes(shape: Eagle3Config) -> dict[str, tuple[int, ...]]:
     return shapes | {"norm.weight": (hidden,), "lm_head.weight": (shape.draft_vocab_size, hidden)}
 
 
+def rope_type(config: dict) -> str:
+    """How a Hugging Face config scales rotary positions; `default` is not at all."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return rope.get("rope_type") or rope.get("type") or "default"
+
+
 def _refused(folder: Path, lines: list[str]) -> ConfigError:
     return ConfigError(*(f"policy.draft.model_name is {folder}: {line}" for line in lines))
 
@@ -115,13 +121,12 @@ def _config_lines(config: dict, max_length: int) -> Iterator[str]:
     architectures = config.get("architectures") or []
     if not set(architectures) & set(ARCHITECTURES):
         yield f"architectures is {architectures} in {CONFIG}; an EAGLE-3 draft here is {' or '.join(ARCHITECTURES)}"
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     plain = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
     for key, value in plain.items():
         if config.get(key, value) != value:
             yield f"{key} is {show(config[key])} in {CONFIG}; the trainer has {show(value)} only"
-    if rope.get("rope_type", rope.get("type", "default")) != "default":
-        yield f"rope_type is {rope.get('rope_type', rope.get('type'))} in {CONFIG}; the trainer has default only"
+    if rope_type(config) != "default":
+        yield f"rope_type is {rope_type(config)} in {CONFIG}; the trainer has default only"
     eagle = config.get("eagle_config") or {}
     ids = [place.get("eagle_aux_hidden_state_layer_ids") for place in (config, eagle)]
     if all(ids) and ids[0] != ids[1]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from nemo_ext.config import AVAILABLE, ConfigError, default_taps, not_yet, show, taps_outside, validated
 from nemo_ext.drafts.eagle3_config import Eagle3Config
-from nemo_ext.drafts.eagle3_folder import CONFIG, PICKLES, WEIGHTS, check_draft_folder
+from nemo_ext.drafts.eagle3_folder import CONFIG, PICKLES, WEIGHTS, check_draft_folder, rope_type
 from nemo_ext.local.settings import RunConfig
 from nemo_ext.local.task_checks import task_lines
 from nemo_ext.local.yaml_config import load_yaml
@@ -202,6 +202,8 @@ def _shapes(config: RunConfig, policy: dict, draft: Eagle3Config) -> Iterator[st
     for key, value in plain.items():
         if policy.get(key, value) != value:
             yield f"{where}: {key} is {show(policy[key])}; this trainer has {show(value)} only"
+    if rope_type(policy) != "default":
+        yield f"{where}: rope_type is {rope_type(policy)}; this trainer has default only"
     heads, kv_heads = policy["num_attention_heads"], policy["num_key_value_heads"]
     if heads % kv_heads:
         yield f"{where}: num_attention_heads is {heads}, not a multiple of num_key_value_heads {kv_heads}"
