@@ -16,9 +16,11 @@ class _PolicyActor:
     """A policy rank. Imports Megatron only in its own process."""
 
     def __init__(self, config: RunConfig, rank: int, init_method: str):
+        from nemo_ext.local.parallel import init_gloo
         from nemo_ext.local.worker import PolicyWorker
 
-        self._worker = PolicyWorker(config, rank, init_method)
+        init_gloo(rank, config.cluster.gpus_per_node, init_method)
+        self._worker = PolicyWorker(config)
 
     def call(self, method: str, *args, **kwargs):
         return getattr(self._worker, method)(*args, **kwargs)

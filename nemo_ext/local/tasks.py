@@ -61,6 +61,4 @@ class Tasks:
 
     def reward(self, problem: Problem, response: str) -> float:
         """The family's own verifier, in [0, 1]."""
-        name, _, _ = self._families[problem.family]
-        dataset = next(d for (_, family), d in self._datasets.items() if family == problem.family)
-        return float(dataset.score_answer(response, problem.entry))
+        return float(self._dataset("train", problem.family).score_answer(response, problem.entry))

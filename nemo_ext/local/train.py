@@ -5,12 +5,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from nemo_ext.config import ConfigError
 from nemo_ext.local import checkpoint, warmup
 from nemo_ext.local.batch import Sample, StepPlan
 from nemo_ext.local.cluster import Cluster, EngineHandle, PolicyGroup
 from nemo_ext.local.display import Display
 from nemo_ext.local.grpo_loss import advantages
-from nemo_ext.local.metrics_log import MetricsLog
+from nemo_ext.local.metrics_log import MetricsLog, read_settings
 from nemo_ext.local.report import write_report
 from nemo_ext.local.settings import RunConfig
 from nemo_ext.local.tasks import Tasks
@@ -114,40 +115,80 @@ class Trainer:
         return metrics
 
 
-def run(config: RunConfig) -> Path:
-    """Trains as `config` says and returns the run's folder, with metrics, checkpoints and report in it."""
+def run(config: RunConfig, report: bool = True) -> Path:
+    """Trains as `config` says and returns the run's folder, with metrics, checkpoints and (unless told not to) a report.
+
+    A run that has a checkpoint goes on from its newest one. Raises ConfigError if that run had other settings.
+    """
     folder = Path(config.logger.log_dir) / config.logger.run_name
+    resumed = checkpoint.latest(folder) if config.checkpointing.enabled else None
+    first = checkpoint.step_of(resumed) if resumed else 0
+    if resumed:
+        _same_settings(config, folder)
     folder.mkdir(parents=True, exist_ok=True)
-    draft_learns = config.policy.draft.enabled
-    with Cluster() as cluster, Display(config) as display, MetricsLog(folder, config) as log:
-        policy_group = cluster.policy(config)
-        start = warmup.prepare(config, policy_group, display.note)
-        resumed = checkpoint.latest(folder) if config.checkpointing.enabled else None
-        weights = warmup.Start(resumed / "policy", resumed / "draft") if resumed else start
-        engine = cluster.engine(**engine_arguments(config, start))
-        policy_group.call("load", str(weights.policy), str(weights.draft) if draft_learns else None)
-        trainer = Trainer(
-            config, policy_group, engine, Codec(load_tokenizer(start.policy)), warmup.make_tasks(config)
-        )
-        engine.call("warm")
-        first = 0
+    with Display(config) as display, MetricsLog(folder, config) as log:
         if resumed:
-            policy_group.call("restore", str(resumed))
-            first = checkpoint.step_of(resumed)
-            trainer.refresh(first)
             log.truncate(first)
-            display.note(f"resumed from {resumed}")
-        for step in range(first, config.grpo.max_num_steps):
-            metrics = trainer.step(step)
-            log.write(metrics)
-            display.step(metrics)
-            last = step + 1 == config.grpo.max_num_steps
-            if config.checkpointing.enabled and (last or (step + 1) % config.checkpointing.save_period == 0):
-                checkpoint.save(folder, step + 1, policy_group, start, keep=config.checkpointing.keep_last)
-        engine.call("close")
-        policy_group.call("close")
-    write_report(folder)
+            display.note(f"going on after step {first}: {resumed}")
+        if first < config.grpo.max_num_steps:
+            with Cluster() as cluster:
+                _train(config, folder, cluster, resumed, first, display, log)
+    if report:
+        write_report(folder)
     return folder
+
+
+def _train(config: RunConfig, folder: Path, cluster: Cluster, resumed: Path | None, first: int, display, log) -> None:
+    draft_learns = config.policy.draft.enabled
+    policy_group = cluster.policy(config)
+    start = warmup.prepare(config, policy_group, display.note)
+    weights = warmup.Start(resumed / "policy", resumed / "draft") if resumed else start
+    display.note("starting the vLLM engine")
+    engine = cluster.engine(**engine_arguments(config, start))
+    policy_group.call("load", str(weights.policy), str(weights.draft) if draft_learns else None)
+    trainer = Trainer(config, policy_group, engine, Codec(load_tokenizer(start.policy)), warmup.make_tasks(config))
+    engine.call("warm")
+    if resumed:
+        policy_group.call("restore", str(resumed))
+        trainer.refresh(first)
+    for step in range(first, config.grpo.max_num_steps):
+        metrics = trainer.step(step)
+        log.write(metrics)
+        display.step(metrics)
+        last = step + 1 == config.grpo.max_num_steps
+        if config.checkpointing.enabled and (last or (step + 1) % config.checkpointing.save_period == 0):
+            checkpoint.save(folder, step + 1, policy_group, start, keep=config.checkpointing.keep_last)
+    engine.call("close")
+    policy_group.call("close")
+
+
+# Settings that a run may change when it goes on: they do not touch what the finished steps computed.
+_FREE = {"grpo": {"max_num_steps"}, "logger": True, "checkpointing": True}
+
+
+def _same_settings(config: RunConfig, folder: Path) -> None:
+    before, now = read_settings(folder), config.model_dump()
+    for section in now:
+        free = _FREE.get(section, set())
+        if free is True or not before:
+            continue
+        changed = _first_change(before.get(section), now[section], section, free)
+        if changed:
+            key, old, new = changed
+            raise ConfigError(
+                f"{key} is {new}, but the run in {folder} was trained with {old}; "
+                "give logger.run_name another name, or the old value"
+            )
+
+
+def _first_change(old, new, path: str, free: set = frozenset()):
+    """(key, old value, new value) of the first setting that differs, or None."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in new:
+            if key not in free and (found := _first_change(old.get(key), new[key], f"{path}.{key}")):
+                return found
+        return None
+    return None if old == new else (path, old, new)
 
 
 def engine_arguments(config: RunConfig, start: warmup.Start) -> dict:

@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from nemo_ext.local import megatron_cpu  # noqa: F401  (before megatron.core)
 
-from megatron.core.pipeline_parallel import get_forward_backward_func
-
+# isort: split
 from nemo_ext.attention.core_attention import PackedParams
 from nemo_ext.cotrain import Eagle3Objective, draft_metrics, read_target
 from nemo_ext.drafts.eagle3 import Eagle3Draft
@@ -22,8 +21,9 @@ from nemo_ext.local.grpo_loss import grpo_loss, supervised_loss, token_log_probs
 from nemo_ext.local.hf_folder import read_hf_folder, save_hf_folder
 from nemo_ext.local.hf_policy import export_policy, load_policy, policy_digest
 from nemo_ext.local.optim import build_optimizer, finalize_grads, wrap_ddp
-from nemo_ext.local.parallel import ParallelSizes, destroy_gloo, destroy_parallel, init_gloo, init_parallel
+from nemo_ext.local.parallel import ParallelSizes, destroy_parallel, init_parallel
 from nemo_ext.local.policy import build_policy, policy_config
+from nemo_ext.local.schedule import forward_backward
 from nemo_ext.local.settings import RunConfig
 from nemo_ext.taps import TapCapture
 
@@ -31,28 +31,21 @@ from nemo_ext.taps import TapCapture
 class PolicyWorker:
     """Everything that one policy rank holds. All ranks call every method together.
 
+    The default process group of `config.cluster.gpus_per_node` ranks is there already.
+
     Args:
         config: the whole, checked run.
-        rank: of `config.cluster.gpus_per_node` policy ranks.
-        init_method: torch's rendezvous, `tcp://host:port` or `file://path`.
     """
 
-    def __init__(self, config: RunConfig, rank: int, init_method: str):
+    def __init__(self, config: RunConfig):
         megatron = config.policy.megatron_cfg
         self._config = config
-        model_ranks = (
-            megatron.tensor_model_parallel_size
-            * megatron.pipeline_model_parallel_size
-            * megatron.context_parallel_size
-        )
-        world = config.cluster.gpus_per_node
-        init_gloo(rank, world, init_method)
         self._groups = init_parallel(
             ParallelSizes(
                 tp=megatron.tensor_model_parallel_size,
                 pp=megatron.pipeline_model_parallel_size,
                 cp=megatron.context_parallel_size,
-                dp=world // model_ranks,
+                dp=config.cluster.gpus_per_node // megatron.model_ranks,
             ),
             seed=config.grpo.seed,
         )
@@ -132,13 +125,8 @@ class PolicyWorker:
         if with_draft:
             self._draft_optimizer.zero_grad()
 
-        sums = get_forward_backward_func()(
-            forward_step_func=self._forward_step(plan, max(tokens, 1.0), denominator),
-            data_iterator=iter(batches),
-            model=[self._policy_ddp],
-            num_microbatches=len(batches),
-            seq_length=batches[0].layout.local_total,
-            micro_batch_size=1,
+        sums = forward_backward(
+            [self._policy_ddp], self._forward_step(plan, max(tokens, 1.0), denominator), batches, self._groups
         )
         metrics: dict = {}
         policy_sums = self._reduce(torch.stack([s["policy"] for s in sums]).sum(0))
@@ -255,4 +243,3 @@ class PolicyWorker:
 
     def close(self) -> None:
         destroy_parallel()
-        destroy_gloo()

@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from nemo_ext.local import megatron_cpu  # noqa: F401  (before megatron.core)
 
+# isort: split
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_ext.config import ConfigError

@@ -1,0 +1,184 @@
+"""The joint step on gloo ranks: the same draft for every layout, and a policy that the draft cannot touch."""
+
+import copy
+
+import pytest
+import torch
+
+from nemo_ext.drafts.eagle3 import init_eagle3
+from nemo_ext.drafts.eagle3_config import Eagle3Config
+from nemo_ext.local.batch import Sample, StepPlan
+from nemo_ext.local.hf_folder import save_hf_folder
+from tests.distributed.cotrain_ranks import joint_steps, resumed_steps
+from tests.fixtures_models import policy_config, policy_tensors
+
+VOCAB = 64
+# What float32 sums in another order may change; losses are about 4, gradient entries up to about 0.1.
+LOSS_TOLERANCE = 1e-5
+GRADIENT_TOLERANCE = 2e-6
+GRPO = StepPlan("grpo")
+
+
+@pytest.fixture(scope="module")
+def one_rank(ranks):
+    return ranks(1)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(ranks):
+    return ranks(2)
+
+
+@pytest.fixture(scope="module")
+def four_ranks(ranks):
+    return ranks(4)
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """Folders of a random policy, a whole-vocabulary draft, and one with a reduced vocabulary and two layers."""
+    root = tmp_path_factory.mktemp("start")
+    policy = policy_config(vocab_size=VOCAB, num_attention_heads=4, num_key_value_heads=2)
+    save_hf_folder(root / "policy", policy, policy_tensors(policy))
+    for name, options in (
+        ("draft", {}),
+        ("reduced", {"draft_vocab_size": 24, "num_layers": 2, "norm_output": True, "fc_norm": True}),
+    ):
+        cfg = Eagle3Config.for_policy(policy, (0, 1, 3), **options)
+        ids = torch.arange(5, 5 + 24) if cfg.reduced_vocab else None
+        save_hf_folder(root / name, cfg.to_hf(), init_eagle3(cfg, 1, ids))
+    return {name: str(root / name) for name in ("policy", "draft", "reduced")}
+
+
+@pytest.fixture(scope="module")
+def batches():
+    """Three global batches of samples as a sampler would give them: short, long and one-token answers, one left out."""
+    generator = torch.Generator().manual_seed(5)
+
+    def sample(prompt, answer):
+        ids = torch.randint(VOCAB, (prompt + answer,), generator=generator).tolist()
+        log_probs = (-3 - torch.rand(answer, generator=generator)).tolist()
+        return Sample(ids[:prompt], ids[prompt:], log_probs, advantage=float(torch.randn((), generator=generator)))
+
+    made = [[sample(p, a) for p, a in ((5, 9), (3, 1), (7, 2), (2, 12), (9, 4), (1, 6), (4, 7), (6, 3))] for _ in range(3)]
+    made[1][2].mask = 0.0
+    return made
+
+
+def settings(*, tp=1, dp=1, cp=1, packed=True, enabled=True, recompute=False, temperature=1.0, mb_tokens=40):
+    """A run's settings by layout. The draft's clip is out of the way, so that gradients can be compared."""
+    return {
+        "policy": {
+            "model_name": "unused",
+            "train_global_batch_size": 8,
+            "train_micro_batch_size": 2,
+            "max_total_sequence_length": 64,
+            "sequence_packing": {"enabled": packed, "train_mb_tokens": mb_tokens},
+            "megatron_cfg": {
+                "tensor_model_parallel_size": tp,
+                "context_parallel_size": cp,
+                "activation_checkpointing": recompute,
+                "optimizer": {"lr": 1e-3},
+            },
+            "draft": {
+                "enabled": enabled,
+                "loss_weight": 1.0,
+                "ttt_steps": 3,
+                "ttt_pass_weights": [1.0, 0.8, 0.6],
+                "mask_out_of_draft_vocab": True,
+                "optimizer": {"lr": 1e-3, "clip_grad": 1e9},
+            },
+            "generation": {"temperature": temperature, "max_new_tokens": 16, "vllm_cfg": {"max_model_len": 64}},
+        },
+        "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 2, "max_num_steps": 1, "seed": 1},
+        "data": {"tasks": [{"name": "chain_sum"}], "warmup": {"policy_steps": 0, "draft_steps": 0, "batch_size": 1}},
+        "logger": {"run_name": "test"},
+        "cluster": {"gpus_per_node": tp * dp * cp},
+    }
+
+
+def run(pool, start, batches, draft="draft", plan=GRPO, **layout):
+    folder = start[draft] if draft else None
+    return pool.run(joint_steps, settings(**layout), start["policy"], folder, copy.deepcopy(batches), plan)[0]
+
+
+def assert_same(got, want):
+    for mine, theirs in zip(got.metrics, want.metrics, strict=True):
+        assert mine.keys() == theirs.keys()
+        for key, value in theirs.items():
+            assert mine[key] == pytest.approx(value, abs=LOSS_TOLERANCE, rel=1e-5), key
+    assert got.gradients.keys() == want.gradients.keys() and got.gradients
+    for name, gradient in want.gradients.items():
+        if gradient.is_floating_point():
+            assert gradient.abs().max() > 1e-4, f"{name} has no gradient to compare"
+            torch.testing.assert_close(got.gradients[name], gradient, atol=GRADIENT_TOLERANCE, rtol=1e-4, msg=name)
+
+
+@pytest.fixture(scope="module")
+def references(one_rank, start, batches):
+    """One rank, one microbatch a sample group; by draft folder and temperature."""
+    return {
+        key: run(one_rank, start, batches, draft=key[0], temperature=key[1]) for key in (("draft", 1.0), ("reduced", 0.7))
+    }
+
+
+CASES = [("draft", 1.0), ("reduced", 0.7)]
+
+
+@pytest.mark.parametrize(("draft", "temperature"), CASES)
+def test_tp2_equals_tp1(two_ranks, start, batches, references, draft, temperature):
+    got = run(two_ranks, start, batches, draft=draft, temperature=temperature, tp=2)
+    assert_same(got, references[draft, temperature])
+
+
+@pytest.mark.parametrize(("draft", "temperature"), CASES)
+def test_dp2_equals_dp1(two_ranks, start, batches, references, draft, temperature):
+    got = run(two_ranks, start, batches, draft=draft, temperature=temperature, dp=2)
+    assert_same(got, references[draft, temperature])
+
+
+def test_tp2_dp2_equals_one_rank(four_ranks, start, batches, references):
+    got = run(four_ranks, start, batches, draft="reduced", temperature=0.7, tp=2, dp=2)
+    assert_same(got, references["reduced", 0.7])
+
+
+@pytest.mark.parametrize("layout", [{"packed": False}, {"mb_tokens": 1000}, {"mb_tokens": 1}])
+def test_microbatches_and_padding_change_nothing(one_rank, start, batches, references, layout):
+    assert_same(run(one_rank, start, batches, **layout), references["draft", 1.0])
+
+
+def test_recompute_changes_no_bit(one_rank, start, batches, references):
+    got, want = run(one_rank, start, batches, recompute=True), references["draft", 1.0]
+    assert got.digests == want.digests
+    assert all(torch.equal(got.weights[name], t) for name, t in want.weights.items())
+
+
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"dp": 2}, {"packed": False}, {"recompute": True}])
+def test_policy_digests_are_bitwise_those_without_a_draft(ranks_of, start, batches, layout):
+    pool = ranks_of(layout)
+    with_draft = run(pool, start, batches, **layout)
+    without = run(pool, start, batches, draft=None, enabled=False, **layout)
+    assert with_draft.digests == without.digests
+    assert len(set(without.digests)) == len(batches)  # the policy does move
+    assert all(m["grad_norm"] == w["grad_norm"] for m, w in zip(with_draft.metrics, without.metrics, strict=True))
+
+
+@pytest.fixture(scope="module")
+def ranks_of(one_rank, two_ranks):
+    return lambda layout: two_ranks if layout.get("tp", 1) * layout.get("dp", 1) == 2 else one_rank
+
+
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}])
+def test_resume_continues_bitwise(ranks_of, start, batches, tmp_path, layout):
+    args = (settings(**layout), start["policy"], start["reduced"], copy.deepcopy(batches), GRPO, str(tmp_path), 2)
+    straight, resumed = ranks_of(layout).run(resumed_steps, *args)[0]
+    assert resumed[0] == straight[0]
+    assert resumed[1].keys() == straight[1].keys()
+    assert all(torch.equal(resumed[1][name], t) for name, t in straight[1].items())
+
+
+def test_draft_alone_learns_and_leaves_the_policy(one_rank, start, batches):
+    got = run(one_rank, start, batches[:1] * 3, plan=StepPlan("supervised", train_policy=False))
+    assert len(set(got.digests)) == 1
+    losses = [m["draft_loss"] for m in got.metrics]
+    assert losses[0] > losses[1] > losses[2]
