@@ -20,8 +20,9 @@ from nemo_ext.rollout.errors import RefreshError
 
 # Hugging Face name of a tensor that vLLM may share with the target -> path of its module in the draft and the target.
 SHAREABLE = {"lm_head.weight": "lm_head", "embed_tokens.weight": "model.embed_tokens"}
-# Every EAGLE-3 layer of vLLM has a hidden_norm; only the first one's is read, and checkpoints have no other.
-UNREAD = re.compile(r"layers\.[1-9]\d*\.hidden_norm\.")
+# Parameters that checkpoints may leave alone: every EAGLE-3 layer of vLLM has a hidden_norm, of which only the first
+# one's is read; a DFlash mask embedding is read only where a file of its own brought it.
+UNREAD = re.compile(r"layers\.[1-9]\d*\.hidden_norm\.|mask_embedding$")
 UNWRITTEN_INT = torch.iinfo(torch.int64).min
 
 

@@ -26,7 +26,8 @@ class RefreshWorkerExtension:
             {"tensors": number expected, "unshared": paths of draft modules that vLLM had made the target's}.
 
         Raises:
-            RefreshError: the draft is not found, is not written whole by its folder, or the model is quantised.
+            RefreshError: the draft is not found, is not written whole by its folder, or was captured in graphs while
+                it shared a module; or the model is quantised.
         """
         model_config = self.vllm_config.model_config
         if model_config.quantization is not None:
@@ -41,6 +42,11 @@ class RefreshWorkerExtension:
             draft_expected = folder_manifest(folder)
             shapes = {name: spec.shape for name, spec in draft_expected.items()}
             unshared = unshare(draft, target, shapes, shapes)
+            if unshared and not model_config.enforce_eager:
+                raise RefreshError(
+                    f"the draft's {unshared[0]} was the target's own when CUDA graphs were captured, which keep "
+                    "reading it; set enforce_eager to true or start from a draft whose tensor differs from the target's"
+                )
             verify_loading(draft, target, folder_tensors(folder))
             expected |= folder_manifest(folder, DRAFT_PREFIX)
         self._refresh = WeightRefresh(target, draft, expected, version)
