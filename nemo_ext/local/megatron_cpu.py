@@ -7,6 +7,7 @@ Megatron: it answers those calls for the CPU. This is the only file that knows t
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -72,6 +73,8 @@ def _patch_megatron() -> None:
 
 
 if not torch.cuda.is_available():
+    # Megatron warns at a dozen places that GPU libraries are missing, in every process.
+    warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed", category=UserWarning)
     _patch_torch()
     _import_megatron_uncompiled()
     _patch_megatron()

@@ -115,6 +115,7 @@ def policy_config(
         params_dtype=params_dtype,
         bf16=params_dtype == torch.bfloat16,
         calculate_per_token_loss=True,
+        cuda_graph_scope=[],  # the default is a deprecated spelling, which warns
         tensor_model_parallel_size=groups.tp.size(),
         pipeline_model_parallel_size=groups.pp.size(),
         virtual_pipeline_model_parallel_size=vpp,

@@ -104,6 +104,11 @@ def test_a_repeated_run_is_bitwise_the_same(one_rank, trained, tied):
     assert again.digest == trained[tied].digest
 
 
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2}], ids=str)
+def test_a_repeated_run_on_two_ranks_is_bitwise_the_same(two_ranks, sizes):
+    assert train_on(two_ranks, sizes).digest == train_on(two_ranks, sizes).digest
+
+
 def test_training_lowers_the_loss_and_moves_every_weight(trained):
     before = policy_tensors(CONFIG)
     assert trained[False].losses[-1] < trained[False].losses[0] - 0.5
