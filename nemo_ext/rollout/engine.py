@@ -66,6 +66,7 @@ class RolloutEngine:
         dtype: of the served weights.
         seed: of vLLM's own initial state; generate takes its own.
         weights_version: of the weights in the folders.
+        refresh_draft: False serves the draft of the folder throughout; refreshes then bring the policy alone.
         vllm_kwargs: further arguments of vllm.LLM.
 
     Raises:
@@ -82,6 +83,7 @@ class RolloutEngine:
         dtype: str = "float32",
         seed: int = 0,
         weights_version: int = 0,
+        refresh_draft: bool = True,
         vllm_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         prepare_environment()
@@ -112,7 +114,7 @@ class RolloutEngine:
             **{**kwargs, **(vllm_kwargs or {})},
         )
         try:
-            self._call("prepare_refresh", weights_version)
+            self._call("prepare_refresh", weights_version, refresh_draft)
             self._call("correct_sampler")
         except Exception:
             self.close()

@@ -16,11 +16,15 @@ from nemo_ext.rollout.refresh import WeightRefresh
 class RefreshWorkerExtension:
     """vLLM's worker with whole weight refreshes. Errors of the methods are those of WeightRefresh."""
 
-    def prepare_refresh(self, version: int) -> dict:
+    def prepare_refresh(self, version: int, refresh_draft: bool = True) -> dict:
         """To be called once, after the engine has started and before it serves.
 
         Reads from the folders of policy and draft what a refresh must bring, gives the draft modules of its own for
         what its folder has, and loads the draft once over poisoned weights to see that every element is written.
+
+        Args:
+            version: of the weights in the folders.
+            refresh_draft: False keeps the draft as it is; refreshes then bring the policy alone.
 
         Returns:
             {"tensors": number expected, "unshared": paths of draft modules that vLLM had made the target's}.
@@ -48,7 +52,8 @@ class RefreshWorkerExtension:
                     "reading it; set enforce_eager to true or start from a draft whose tensor differs from the target's"
                 )
             verify_loading(draft, target, folder_tensors(folder))
-            expected |= folder_manifest(folder, DRAFT_PREFIX)
+            if refresh_draft:
+                expected |= folder_manifest(folder, DRAFT_PREFIX)
         self._refresh = WeightRefresh(target, draft, expected, version)
         return {"tensors": len(expected), "unshared": unshared}
 

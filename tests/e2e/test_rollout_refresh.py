@@ -180,6 +180,20 @@ def test_a_reduced_vocabulary_is_refreshed_with_its_map(start_engine, policy, ma
         engine.refresh(2, stream(policy.tensors, without_map))
 
 
+def test_a_frozen_draft_stays_while_the_policy_is_refreshed(start_engine, policy, draft, new_policy, new_draft):
+    engine = start_engine(policy, draft, refresh_draft=False)
+    followed = engine.generate(PROMPTS, 4, temperature=0.0, max_new_tokens=32)
+    engine.refresh(1, new_policy.items())
+    frozen = engine.generate(PROMPTS, 4, temperature=0.0, max_new_tokens=32)
+    assert frozen.weights_version == 1
+    assert frozen.accept.accepted_length < 2 < followed.accept.accepted_length
+    head = engine.read_weights(["draft.lm_head.weight"])["draft.lm_head.weight"]
+    assert torch.equal(head, draft.tensors["lm_head.weight"])
+    assert worst_logprob_error(engine, policy, new_policy, LONG_PROMPT) < 1e-5
+    with pytest.raises(RefreshError, match="not expected: draft.fc.weight"):
+        engine.refresh(2, stream(new_policy, new_draft))
+
+
 def test_tied_embeddings_and_a_draft_folder_with_embeddings_of_its_own(start_engine, make_policy, make_draft):
     policy = make_policy(tie_word_embeddings=True)
     draft = make_draft(policy)
