@@ -112,7 +112,7 @@ class PackedLayout:
 
     @torch.no_grad()
     def unshard(self, x_local: torch.Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> torch.Tensor:
-        """The full padded pack from every rank's rows, on every rank (no gradient). `group` may be None for one rank."""
+        """The full padded pack from every rank's rows, on every rank; no gradient. `group` may be None for one rank."""
         self._check_local(x_local, dim)
         if self.cp_size == 1:
             return x_local
@@ -164,7 +164,7 @@ class PackedLayout:
         if others:
             told = ", ".join(f"rank {rank}: {int(one[0])} in {int(one[1])} rows" for rank, one in enumerate(theirs))
             raise LayoutMismatch(
-                f"context-parallel ranks {others} hold other sequences than rank 0 (sequences and padded rows of {told});"
+                f"context-parallel ranks {others} hold other sequences than rank 0 (sequences and rows of {told});"
                 " give every rank of the group the same pack"
             )
         self._agreed.append(group)
@@ -217,7 +217,7 @@ class Halo:
         return wanted.nonzero().flatten()
 
     def index(self, distance: int) -> torch.Tensor:
-        """Long `[T]`: where the extended buffer holds position + `distance` of the same sequence; -1 where there is none."""
+        """Long `[T]`: where the extended buffer holds position + `distance` of the same sequence; -1 where none is."""
         if not 0 <= distance <= self.depth:
             raise ValueError(f"the distance is {distance}; this halo reaches 0 to {self.depth}")
         ahead = self._ahead(self._layout.local_rows, distance)
@@ -225,7 +225,7 @@ class Halo:
 
     @torch.no_grad()
     def exchange(self, x_local: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-        """`[E, ...]` from every rank's `[T, ...]`: one all-to-all of exactly the rows that are looked at. No gradient."""
+        """`[E, ...]` from every rank's `[T, ...]`: one all-to-all of just the rows that are looked at. No gradient."""
         layout = self._layout
         layout._check_local(x_local, 0)
         if layout.cp_size == 1:
@@ -262,7 +262,7 @@ class Halo:
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """`[rows, bytes per row]` of a contiguous tensor, sharing its memory: collectives know bytes but not every dtype."""
+    """`[rows, bytes per row]` of a contiguous tensor, sharing its memory: collectives know bytes, not every dtype."""
     return x.view(len(x), math.prod(x.shape[1:])).view(torch.uint8)
 
 
