@@ -183,7 +183,7 @@ def _yaml_lines(shape: Eagle3Config, draft: DraftConfig, folder: Path) -> Iterat
                 f"set {show(is_)} or null, or use another draft"
             )
     if shape.norm_output and draft.norm_output is None:
-        # SpecForge writes the same key for "norm before the head" (contract A.1): such a draft would be served unlike
+        # SpecForge writes the same key for "norm before the head": such a draft would be served unlike
         # it was trained.
         yield (
             f"policy.draft.norm_output is null but the draft in {folder} says true, which vLLM takes as 'feed back the "

@@ -43,13 +43,12 @@ def export_eagle3(draft: Eagle3Draft, tp_group: dist.ProcessGroup | None = None)
 
 @torch.no_grad()
 def load_eagle3(draft: Eagle3Draft, tensors: dict[str, torch.Tensor], tp_group: dist.ProcessGroup | None = None) -> None:
-    """Copies full tensors into this rank's shards. `midlayer.*` is read as `layers.0.*`; `t2d` and `embed_tokens` are not
-    needed and ignored. Raises ConfigError that names a tensor which is missing, unknown or misshaped."""
+    """Copies full tensors into this rank's shards. `midlayer.*` is read as `layers.0.*`; `t2d` is not needed.
+    Raises ConfigError that names a tensor which is missing, unknown or misshaped."""
     size = dist.get_world_size(tp_group) if tp_group is not None else 1
     rank = dist.get_rank(tp_group) if size > 1 else 0
     given = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
-    for ignored in ("t2d", "embed_tokens.weight"):
-        given.pop(ignored, None)
+    given.pop("t2d", None)
     offsets = given.pop("d2t", None)
     if draft.cfg.reduced_vocab:
         if offsets is None:

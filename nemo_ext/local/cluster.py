@@ -4,8 +4,10 @@ import os
 import socket
 
 import ray
+import torch
 
 from nemo_ext.local.settings import RunConfig
+from nemo_ext.rollout.environment import CPU_ENVIRONMENT, REQUIRED_ENVIRONMENT
 
 # One thread per process: ranks and engine share few cores, and threads that wait for each other cost more than they give.
 _ENV = {"OMP_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "0", "TOKENIZERS_PARALLELISM": "false"}
@@ -63,7 +65,9 @@ class EngineHandle:
     """The engine's actor."""
 
     def __init__(self, kwargs: dict):
-        self._actor = _EngineActor.remote(kwargs)
+        # vLLM's environment must stand before its process imports torch.
+        environment = _ENV | (REQUIRED_ENVIRONMENT if torch.cuda.is_available() else CPU_ENVIRONMENT | REQUIRED_ENVIRONMENT)
+        self._actor = _EngineActor.options(runtime_env={"env_vars": environment}).remote(kwargs)
 
     def start(self, method: str, *args, **kwargs) -> ray.ObjectRef:
         return self._actor.call.remote(method, *args, **kwargs)

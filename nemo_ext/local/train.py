@@ -1,6 +1,5 @@
 """Synchronous GRPO: rollouts, rewards, the joint step, the refresh, until the steps are done."""
 
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,15 +191,16 @@ def _first_change(old, new, path: str, free: set = frozenset()):
 
 
 def engine_arguments(config: RunConfig, start: warmup.Start) -> dict:
-    """Arguments of `RolloutEngine`: the warm-up's folders unless the YAML names a draft."""
+    """Arguments of `RolloutEngine`, which starts from the warm-up's folders."""
     generation = config.policy.generation
     speculative = generation.vllm_kwargs.speculative_config
     if speculative is not None:
-        speculative = {"model": str(start.draft), **json.loads(speculative.model_dump_json(exclude_none=True))}
+        speculative = {**speculative.model_dump(exclude_none=True), "model": str(start.draft)}
     return {
         "policy": str(start.policy),
         "speculative_config": speculative,
         "max_model_len": generation.vllm_cfg.max_model_len,
         "max_num_seqs": generation.vllm_cfg.max_num_seqs,
         "seed": config.grpo.seed,
+        "refresh_draft": config.policy.draft.enabled,
     }

@@ -69,7 +69,9 @@ def _initial_folders(config: RunConfig, start: Start) -> None:
     policy, draft = config.policy, config.policy.draft
     tasks = make_tasks(config)
     if policy.model_name:
-        shutil.copytree(policy.model_name, start.policy)
+        hf_config, tensors = read_hf_folder(policy.model_name)
+        hf_config["torch_dtype"] = hf_config["dtype"] = "float32"
+        save_hf_folder(start.policy, hf_config, {n: t.float() for n, t in tensors.items()}, policy.model_name)
     else:
         questions = [p.question for p in tasks.problems("tokenizer", 0, 512)]
         tokenizer = make_tokenizer(questions, policy.model.vocab_size)
@@ -78,7 +80,7 @@ def _initial_folders(config: RunConfig, start: Start) -> None:
         hf_config = policy.model.hf_config(eos_token_id=Codec(tokenizer).end_id)
         save_hf_folder(start.policy, hf_config, init_policy(hf_config, config.grpo.seed))
     if draft.model_name:
-        shutil.copytree(draft.model_name, start.draft)
+        _import_draft(draft.model_name, start)
         return
     hf_config = json.loads((start.policy / CONFIG).read_text())
     cfg = Eagle3Config.for_policy(
@@ -92,6 +94,14 @@ def _initial_folders(config: RunConfig, start: Start) -> None:
     )
     target_ids = _frequent_ids(config, start, cfg) if cfg.reduced_vocab else None
     save_hf_folder(start.draft, cfg.to_hf(), init_eagle3(cfg, config.grpo.seed + 1, target_ids))
+
+
+def _import_draft(folder: str, start: Start) -> None:
+    """A checked draft folder under the names and in the precision that the trainer streams."""
+    hf_config, tensors = read_hf_folder(folder)
+    hf_config["torch_dtype"] = hf_config["dtype"] = "float32"
+    named = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    save_hf_folder(start.draft, hf_config, {n: t.float() if t.is_floating_point() else t for n, t in named.items()})
 
 
 def _frequent_ids(config: RunConfig, start: Start, cfg: Eagle3Config) -> torch.Tensor:

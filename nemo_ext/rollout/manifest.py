@@ -60,12 +60,13 @@ def check_manifest(declared: Iterable[TensorSpec], expected: Mapping[str, Tensor
     Raises:
         RefreshError: one line that names the offending tensors.
     """
-    declared = list(declared)
+    declared = [spec._replace(name=canonical(spec.name)) for spec in declared]
+    expected = {canonical(name): spec for name, spec in expected.items()}
     names = Counter(spec.name for spec in declared)
     known = [(spec, expected[spec.name]) for spec in declared if spec.name in expected]
     problems = {
         "missing": [name for name in expected if name not in names and name not in OPTIONAL],
-        "not expected": [name for name in names if name not in expected],
+        "not expected": [name for name in names if name not in expected and name not in OPTIONAL],
         "declared twice": [name for name, count in names.items() if count > 1],
         "misshaped": [f"{a.name} is {list(a.shape)}, needs {list(b.shape)}" for a, b in known if a.shape != b.shape],
         "of the wrong type": [
@@ -75,6 +76,11 @@ def check_manifest(declared: Iterable[TensorSpec], expected: Mapping[str, Tensor
     told = [f"{what}: {shorten(which)}" for what, which in problems.items() if which]
     if told:
         raise RefreshError("weight refresh refused; " + "; ".join(told))
+
+
+def canonical(name: str) -> str:
+    """One name for a tensor that vLLM reads under two: EAGLE-3 folders call their first layer `midlayer` too."""
+    return name.replace(DRAFT_PREFIX + "midlayer.", DRAFT_PREFIX + "layers.0.")
 
 
 def same_kind(a: torch.dtype, b: torch.dtype) -> bool:
