@@ -42,7 +42,9 @@ def export_eagle3(draft: Eagle3Draft, tp_group: dist.ProcessGroup | None = None)
 
 
 @torch.no_grad()
-def load_eagle3(draft: Eagle3Draft, tensors: dict[str, torch.Tensor], tp_group: dist.ProcessGroup | None = None) -> None:
+def load_eagle3(
+    draft: Eagle3Draft, tensors: dict[str, torch.Tensor], tp_group: dist.ProcessGroup | None = None
+) -> None:
     """Copies full tensors into this rank's shards. `midlayer.*` is read as `layers.0.*`; `t2d` is not needed.
     Raises ConfigError that names a tensor which is missing, unknown or misshaped."""
     size = dist.get_world_size(tp_group) if tp_group is not None else 1

@@ -1,5 +1,6 @@
 """Ray actors of a run: one per policy rank, one for the rollout engine. Nothing outlives the `with` block."""
 
+import logging
 import os
 import socket
 
@@ -49,8 +50,7 @@ class PolicyGroup:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self._actors = [
-            _PolicyActor.remote(config, rank, f"tcp://127.0.0.1:{port}")
-            for rank in range(config.cluster.gpus_per_node)
+            _PolicyActor.remote(config, rank, f"tcp://127.0.0.1:{port}") for rank in range(config.cluster.gpus_per_node)
         ]
 
     def start(self, method: str, *args, **kwargs) -> list[ray.ObjectRef]:
@@ -66,7 +66,9 @@ class EngineHandle:
 
     def __init__(self, kwargs: dict):
         # vLLM's environment must stand before its process imports torch.
-        environment = _ENV | (REQUIRED_ENVIRONMENT if torch.cuda.is_available() else CPU_ENVIRONMENT | REQUIRED_ENVIRONMENT)
+        environment = _ENV | (
+            REQUIRED_ENVIRONMENT if torch.cuda.is_available() else CPU_ENVIRONMENT | REQUIRED_ENVIRONMENT
+        )
         self._actor = _EngineActor.options(runtime_env={"env_vars": environment}).remote(kwargs)
 
     def start(self, method: str, *args, **kwargs) -> ray.ObjectRef:
@@ -81,12 +83,13 @@ class Cluster:
 
     def __enter__(self) -> "Cluster":
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        os.environ.setdefault("RAY_worker_niceness", "0")  # the ranks are the run, not its background
         ray.init(
             num_cpus=64,  # actors take turns; the count must only not hold any of them back
             include_dashboard=False,
             log_to_driver=False,
             object_store_memory=512 * 2**20,
-            configure_logging=False,
+            logging_level=logging.ERROR,
             runtime_env={"env_vars": _ENV},
         )
         return self

@@ -1,4 +1,4 @@
-"""GRPO: group-normalised advantages and the clipped policy-gradient loss, in NeMo-RL's terms.
+"""GRPO's clipped policy-gradient loss, in NeMo-RL's terms.
 
 Legend: T rows of this rank, V this rank's shard of the vocabulary.
 """
@@ -9,23 +9,6 @@ import torch
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
 from nemo_ext.local.batch import Microbatch
-
-
-def advantages(rewards: list[list[float]], *, normalize: bool, leave_one_out: bool) -> list[list[float]]:
-    """Per prompt: reward minus the group's mean (of the others, with `leave_one_out`), over its standard deviation.
-
-    A group of equal rewards has no direction to learn: its advantages are zero.
-    """
-    result = []
-    for group in rewards:
-        values = torch.tensor(group, dtype=torch.float64)
-        n = len(group)
-        baseline = (values.sum() - values) / max(n - 1, 1) if leave_one_out else values.mean()
-        centred = values - baseline
-        if normalize and n > 1:
-            centred = centred / (values.std() + 1e-6)
-        result.append(centred.tolist())
-    return result
 
 
 def token_log_probs(logits_1TV: torch.Tensor, labels_T: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -65,9 +48,7 @@ def grpo_loss(
         kl_T = ((-difference_T).exp() - 1 + difference_T) * mask_T
         outside_T = (ratio_T != clipped_T).float() * mask_T
     total = row_loss_T.sum()
-    return PolicyLoss(
-        total / tokens, total.detach(), (ratio_T.detach() * mask_T).sum(), outside_T.sum(), kl_T.sum()
-    )
+    return PolicyLoss(total / tokens, total.detach(), (ratio_T.detach() * mask_T).sum(), outside_T.sum(), kl_T.sum())
 
 
 def supervised_loss(log_prob_T: torch.Tensor, microbatch: Microbatch, *, tokens: float) -> PolicyLoss:

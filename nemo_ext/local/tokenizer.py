@@ -44,7 +44,11 @@ def make_tokenizer(questions: list[str], vocab_size: int) -> PreTrainedTokenizer
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(special + unused)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, chat_template=_TEMPLATE, model_input_names=["input_ids"]
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PAD,
+        chat_template=_TEMPLATE,
+        model_input_names=["input_ids"],
     )
 
 

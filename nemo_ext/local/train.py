@@ -6,10 +6,10 @@ from pathlib import Path
 
 from nemo_ext.config import ConfigError
 from nemo_ext.local import checkpoint, warmup
+from nemo_ext.local.advantages import advantages
 from nemo_ext.local.batch import Sample, StepPlan
 from nemo_ext.local.cluster import Cluster, EngineHandle, PolicyGroup
 from nemo_ext.local.display import Display
-from nemo_ext.local.grpo_loss import advantages
 from nemo_ext.local.metrics_log import MetricsLog, read_settings
 from nemo_ext.local.report import write_report
 from nemo_ext.local.settings import RunConfig
@@ -79,9 +79,7 @@ class Trainer:
         for item in rollouts.samples:
             groups[item.prompt].append(Sample(prompts[item.prompt], item.token_ids, item.logprobs))
             rewards[item.prompt].append(self._tasks.reward(problems[item.prompt], self._codec.text(item.token_ids)))
-        scores = advantages(
-            rewards, normalize=grpo.normalize_rewards, leave_one_out=grpo.use_leave_one_out_baseline
-        )
+        scores = advantages(rewards, normalize=grpo.normalize_rewards, leave_one_out=grpo.use_leave_one_out_baseline)
         for group, values in zip(groups, scores, strict=True):
             for sample, value in zip(group, values, strict=True):
                 sample.advantage = value

@@ -10,12 +10,11 @@ from pathlib import Path
 import torch
 
 from nemo_ext.config import default_taps
-from nemo_ext.drafts.eagle3 import init_eagle3
 from nemo_ext.drafts.eagle3_config import Eagle3Config
+from nemo_ext.drafts.eagle3_init import init_eagle3
 from nemo_ext.local.batch import Sample, StepPlan
 from nemo_ext.local.cluster import PolicyGroup
 from nemo_ext.local.hf_folder import CONFIG, read_hf_folder, save_hf_folder
-from nemo_ext.local.hf_policy import init_policy
 from nemo_ext.local.settings import RunConfig
 from nemo_ext.local.tasks import Tasks
 from nemo_ext.local.tokenizer import Codec, load_tokenizer, make_tokenizer
@@ -36,8 +35,8 @@ def make_tasks(config: RunConfig) -> Tasks:
 def prepare(config: RunConfig, policy_group: PolicyGroup, report=lambda text: None) -> Start:
     """Returns the start of a run, made on the given ranks unless the cache has it.
 
-    The hash covers what the folders' bytes follow from: shapes, tasks, warm-up and seeds; not the parallel layout, the rollouts or the
-    RL settings, so that the three runs of `compare` share one start.
+    The hash covers what the folders' bytes follow from: shapes, tasks, warm-up and seeds; not the parallel layout, the
+    rollouts or the RL settings, so that the three runs of `compare` share one start.
     """
     cached = Path(config.data.warmup.cache_dir) / _hash(config)
     start = Start(cached / "policy", cached / "draft")
@@ -73,6 +72,8 @@ def _initial_folders(config: RunConfig, start: Start) -> None:
         hf_config["torch_dtype"] = hf_config["dtype"] = "float32"
         save_hf_folder(start.policy, hf_config, {n: t.float() for n, t in tensors.items()}, policy.model_name)
     else:
+        from nemo_ext.local.hf_policy import init_policy  # loads Megatron, which a cached start does without
+
         questions = [p.question for p in tasks.problems("tokenizer", 0, 512)]
         tokenizer = make_tokenizer(questions, policy.model.vocab_size)
         start.policy.mkdir(parents=True)

@@ -70,7 +70,17 @@ def soft_cross_entropy(
 class _SoftCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, student_NH, head_UH, teacher_Eh, teacher_head_Uh, teacher_rows_N, weight_N, temperature, logz_E, group, chunk
+        ctx,
+        student_NH,
+        head_UH,
+        teacher_Eh,
+        teacher_head_Uh,
+        teacher_rows_N,
+        weight_N,
+        temperature,
+        logz_E,
+        group,
+        chunk,
     ):
         parallel = group is not None and dist.get_world_size(group) > 1
         acc = torch.float64 if student_NH.dtype == torch.float64 else torch.float32

@@ -23,7 +23,9 @@ class TapCapture:
         self._layers = {layer.layer_number - 1: layer for layer in model.decoder.layers}
         missing = [i for i in tap_layers if i not in self._layers]
         if missing:
-            raise ValueError(f"policy.draft.aux_layer_indices has {missing[0]}, this stage has layers {sorted(self._layers)}")
+            raise ValueError(
+                f"policy.draft.aux_layer_indices has {missing[0]}, this stage has layers {sorted(self._layers)}"
+            )
         self._tap_layers = tap_layers
         self._taken: dict[int, torch.Tensor] = {}
         self._handles: list = []

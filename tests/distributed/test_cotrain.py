@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
-from nemo_ext.drafts.eagle3 import init_eagle3
 from nemo_ext.drafts.eagle3_config import Eagle3Config
+from nemo_ext.drafts.eagle3_init import init_eagle3
 from nemo_ext.local.batch import Sample, StepPlan
 from nemo_ext.local.hf_folder import save_hf_folder
 from tests.distributed.cotrain_ranks import joint_steps, resumed_steps
@@ -60,7 +60,9 @@ def batches():
         log_probs = (-3 - torch.rand(answer, generator=generator)).tolist()
         return Sample(ids[:prompt], ids[prompt:], log_probs, advantage=float(torch.randn((), generator=generator)))
 
-    made = [[sample(p, a) for p, a in ((5, 9), (3, 1), (7, 2), (2, 12), (9, 4), (1, 6), (4, 7), (6, 3))] for _ in range(3)]
+    made = [
+        [sample(p, a) for p, a in ((5, 9), (3, 1), (7, 2), (2, 12), (9, 4), (1, 6), (4, 7), (6, 3))] for _ in range(3)
+    ]
     made[1][2].mask = 0.0
     return made
 
@@ -118,7 +120,8 @@ def assert_same(got, want):
 def references(one_rank, start, batches):
     """One rank, one microbatch a sample group; by draft folder and temperature."""
     return {
-        key: run(one_rank, start, batches, draft=key[0], temperature=key[1]) for key in (("draft", 1.0), ("reduced", 0.7))
+        key: run(one_rank, start, batches, draft=key[0], temperature=key[1])
+        for key in (("draft", 1.0), ("reduced", 0.7))
     }
 
 

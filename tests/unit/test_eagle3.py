@@ -11,9 +11,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_ext.config import ConfigError
 from nemo_ext.cotrain import Eagle3Objective, TargetOutputs, draft_metrics
-from nemo_ext.drafts.eagle3 import Eagle3Draft, init_eagle3
+from nemo_ext.drafts.eagle3 import Eagle3Draft
 from nemo_ext.drafts.eagle3_config import Eagle3Config
 from nemo_ext.drafts.eagle3_hf import export_eagle3, load_eagle3
+from nemo_ext.drafts.eagle3_init import init_eagle3
 from nemo_ext.layout import PackedLayout
 from tests.reference.eagle3 import dense_eagle3_ttt, dense_soft_ce_loss
 
@@ -64,7 +65,14 @@ def make_pack(layout, seed=1):
     table = torch.randn(VOCAB, HIDDEN, generator=generator, dtype=torch.float64)
     ids = [torch.randint(VOCAB, (n,), generator=generator) for n in LENGTHS]
     head = torch.randn(VOCAB, HIDDEN, generator=generator, dtype=torch.float64)
-    return {"taps": rows(len(TAPS) * HIDDEN), "hidden": rows(HIDDEN), "mask": mask, "ids": ids, "table": table, "head": head}
+    return {
+        "taps": rows(len(TAPS) * HIDDEN),
+        "hidden": rows(HIDDEN),
+        "mask": mask,
+        "ids": ids,
+        "table": table,
+        "head": head,
+    }
 
 
 def objective_loss(draft, pack, layout, weights, temperature, mask_out, recompute=False):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nemo_ext.config import ConfigError
-from nemo_ext.local.grpo_loss import advantages
+from nemo_ext.local.advantages import advantages
 from nemo_ext.local.tasks import Tasks
 from nemo_ext.local.tokenizer import Codec, load_tokenizer, make_tokenizer
 
