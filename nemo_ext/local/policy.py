@@ -60,6 +60,7 @@ def _check_shape(hf_config: dict) -> None:
     for key, value in wanted.items():
         if hf_config.get(key, value) != value:
             raise ValueError(f"the policy's {key} is {hf_config[key]!r}; only {value!r} is supported")
+    rope_theta(hf_config)
 
 
 def _not_loaded(weight: torch.Tensor) -> torch.Tensor:

@@ -188,16 +188,3 @@ def test_a_draft_has_gradients_of_its_own(two_ranks, sizes):
         assert result["after_policy"] == [1.0] * 4, "the policy's completion touched the draft's gradients"
         assert result["after_own"] == [float(tp_size)] * 4
         assert result["norm"] == pytest.approx(2.0 * tp_size)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type is 'yarn'"),
-        ({"attention_bias": True}, "attention_bias is True"),
-        ({"model_type": "llama"}, "model_type is 'llama'"),
-    ],
-)
-def test_a_shape_that_is_not_built_is_refused(one_rank, change, message):
-    with pytest.raises(Exception, match=message):
-        one_rank.run(export_twice, {**CONFIG, **change}, policy_tensors(CONFIG), {})
