@@ -13,9 +13,11 @@ from tests.distributed.cotrain_ranks import joint_steps, resumed_steps
 from tests.fixtures_models import policy_config, policy_tensors
 
 VOCAB = 64
-# What float32 sums in another order may change; losses are about 4, gradient entries up to about 0.1.
-LOSS_TOLERANCE = 1e-5
-GRADIENT_TOLERANCE = 2e-6
+# What float32 sums in another order may change. The first step's figures differ by rounding alone; later ones also by what
+# Adam makes of a gradient entry near zero. Losses are about 4, draft gradient entries up to about 0.1.
+FIRST_TOLERANCE = 1e-5
+LATER_TOLERANCE = 1e-4
+GRADIENT_TOLERANCE = 2e-5
 GRPO = StepPlan("grpo")
 
 
@@ -105,15 +107,16 @@ def run(pool, start, batches, draft="draft", plan=GRPO, **layout):
 
 
 def assert_same(got, want):
-    for mine, theirs in zip(got.metrics, want.metrics, strict=True):
+    for step, (mine, theirs) in enumerate(zip(got.metrics, want.metrics, strict=True)):
         assert mine.keys() == theirs.keys()
+        tolerance = LATER_TOLERANCE if step else FIRST_TOLERANCE
         for key, value in theirs.items():
-            assert mine[key] == pytest.approx(value, abs=LOSS_TOLERANCE, rel=1e-5), key
+            assert mine[key] == pytest.approx(value, abs=tolerance, rel=tolerance), (step, key)
     assert got.gradients.keys() == want.gradients.keys() and got.gradients
     for name, gradient in want.gradients.items():
         if gradient.is_floating_point():
             assert gradient.abs().max() > 1e-4, f"{name} has no gradient to compare"
-            torch.testing.assert_close(got.gradients[name], gradient, atol=GRADIENT_TOLERANCE, rtol=1e-4, msg=name)
+            torch.testing.assert_close(got.gradients[name], gradient, atol=GRADIENT_TOLERANCE, rtol=0, msg=name)
 
 
 @pytest.fixture(scope="module")
