@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nemo_ext.config import ConfigError, DraftConfig
-from nemo_ext.drafts.eagle3 import init_eagle3
 from nemo_ext.drafts.eagle3_config import Eagle3Config
 from nemo_ext.drafts.eagle3_folder import check_draft_folder, eagle3_shapes
+from nemo_ext.drafts.eagle3_init import init_eagle3
 from nemo_ext.drafts.safetensors_header import read_header
 from tests.fixtures_models import draft_config, policy_config, random_draft, write_model
 
