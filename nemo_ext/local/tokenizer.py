@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from nemo_ext.config import ConfigError
 
@@ -52,20 +52,33 @@ def make_tokenizer(questions: list[str], vocab_size: int) -> PreTrainedTokenizer
     )
 
 
-def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast.from_pretrained(str(folder))
+def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a Hugging Face folder, ours or another. Raises ConfigError without tokenizer files or a chat
+    template."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"policy.model_name is {folder}: its tokenizer does not load ({str(error).splitlines()[0]}); "
+            "give a folder with tokenizer.json and tokenizer_config.json"
+        ) from None
+    if not tokenizer.chat_template or tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"policy.model_name is {folder}: its tokenizer has no chat template or no end token; give a chat model's"
+        )
+    return tokenizer
 
 
 class Codec:
     """Questions and answers as token ids, and responses back as text."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
-        self.end_id = tokenizer.convert_tokens_to_ids(END)
-        self._answer_id = tokenizer.convert_tokens_to_ids(ANSWER)
+        self.end_id = tokenizer.eos_token_id
 
     def prompt(self, question: str) -> list[int]:
-        return [*self._tokenizer.encode(question, add_special_tokens=False), self._answer_id]
+        messages = [{"role": "user", "content": question}]
+        return self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
     def answer(self, answer: str) -> list[int]:
         return [*self._tokenizer.encode(answer, add_special_tokens=False), self.end_id]

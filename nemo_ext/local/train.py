@@ -122,6 +122,8 @@ def run(config: RunConfig, report: bool = True) -> Path:
     first = checkpoint.step_of(resumed) if resumed else 0
     if resumed:
         _same_settings(config, folder)
+    start = warmup.initial(config)
+    warmup.check_prompts(config, start)
     folder.mkdir(parents=True, exist_ok=True)
     with Display(config) as display, MetricsLog(folder, config) as log:
         if resumed:
@@ -129,16 +131,25 @@ def run(config: RunConfig, report: bool = True) -> Path:
             display.note(f"going on after step {first}: {resumed}")
         if first < config.grpo.max_num_steps:
             with Cluster() as cluster:
-                _train(config, folder, cluster, resumed, first, display, log)
+                _train(config, folder, cluster, start, resumed, first, display, log)
     if report:
         write_report(folder)
     return folder
 
 
-def _train(config: RunConfig, folder: Path, cluster: Cluster, resumed: Path | None, first: int, display, log) -> None:
+def _train(
+    config: RunConfig,
+    folder: Path,
+    cluster: Cluster,
+    start: warmup.Start,
+    resumed: Path | None,
+    first: int,
+    display: Display,
+    log: MetricsLog,
+) -> None:
     draft_learns = config.policy.draft.enabled
     policy_group = cluster.policy(config)
-    start = warmup.prepare(config, policy_group, display.note)
+    warmup.train(config, policy_group, start, display.note)
     weights = warmup.Start(resumed / "policy", resumed / "draft") if resumed else start
     display.note("starting the vLLM engine")
     engine = cluster.engine(**engine_arguments(config, start))

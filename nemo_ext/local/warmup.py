@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from nemo_ext.config import default_taps
+from nemo_ext.config import ConfigError, default_taps
 from nemo_ext.drafts.eagle3_config import Eagle3Config
 from nemo_ext.drafts.eagle3_init import init_eagle3
 from nemo_ext.local.batch import Sample, StepPlan
@@ -32,35 +32,67 @@ def make_tasks(config: RunConfig) -> Tasks:
     return Tasks([(t.name, t.weight, t.config) for t in config.data.tasks], config.data.seed)
 
 
-def prepare(config: RunConfig, policy_group: PolicyGroup, report=lambda text: None) -> Start:
-    """Returns the start of a run, made on the given ranks unless the cache has it.
+def initial(config: RunConfig) -> Start:
+    """The folders of a run's start: those that the cache has, or untrained ones. No process is started.
 
     The hash covers what the folders' bytes follow from: shapes, tasks, warm-up and seeds; not the parallel layout, the
-    rollouts or the RL settings, so that the three runs of `compare` share one start.
+    rollouts or the RL settings, so that the three runs of `compare` share one start. Raises ConfigError for a tokenizer
+    that does not load or a vocabulary that is too small.
     """
     cached = Path(config.data.warmup.cache_dir) / _hash(config)
     start = Start(cached / "policy", cached / "draft")
-    if (cached / "done").exists():
-        report(f"warm-up: cached in {cached}")
-        return start
-    shutil.rmtree(cached, ignore_errors=True)
-    _initial_folders(config, start)
-    _train(config, policy_group, start, report)
-    (cached / "done").touch()
+    if not _done(start):
+        shutil.rmtree(cached, ignore_errors=True)
+        _initial_folders(config, start)
     return start
+
+
+def train(config: RunConfig, policy_group: PolicyGroup, start: Start, report=lambda text: None) -> None:
+    """Warms the start's models up on the given ranks, unless the cache had them trained."""
+    if _done(start):
+        report(f"warm-up: cached in {start.policy.parent}")
+        return
+    _train(config, policy_group, start, report)
+    (start.policy.parent / "done").touch()
+
+
+def _done(start: Start) -> bool:
+    return (start.policy.parent / "done").exists()
 
 
 def _hash(config: RunConfig) -> str:
     policy, draft = config.policy, config.policy.draft
     what = {
-        "model_name": policy.model_name,
+        "model_name": _fingerprint(policy.model_name),
         "model": policy.model.model_dump() if policy.model else None,
         "data": config.data.model_dump(exclude={"warmup": {"cache_dir"}}),
         "seed": config.grpo.seed,
         "draft": draft.model_dump(exclude={"enabled", "loss_weight", "optimizer", "engine"}),
+        "draft_model_name": _fingerprint(draft.model_name),
         "temperature": policy.generation.temperature,
     }
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _fingerprint(folder: str | None) -> list | None:
+    """A folder's files by name, size and time of change."""
+    if folder is None:
+        return None
+    files = sorted(path for path in Path(folder).iterdir() if path.is_file())
+    return [str(Path(folder).resolve()), *((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files)]
+
+
+def check_prompts(config: RunConfig, start: Start) -> None:
+    """Raises ConfigError if a prompt of the run's first 512 problems leaves no room for a response."""
+    generation = config.policy.generation
+    codec = Codec(load_tokenizer(start.policy))
+    longest = max(len(codec.prompt(p.question)) for p in make_tasks(config).problems("train", 0, 512))
+    need = longest + generation.max_new_tokens
+    if need > generation.vllm_cfg.max_model_len:
+        raise ConfigError(
+            f"policy.generation.vllm_cfg.max_model_len is {generation.vllm_cfg.max_model_len}, but prompts have up to "
+            f"{longest} tokens and policy.generation.max_new_tokens is {generation.max_new_tokens}; set {need} or more"
+        )
 
 
 def _initial_folders(config: RunConfig, start: Start) -> None:
@@ -71,6 +103,7 @@ def _initial_folders(config: RunConfig, start: Start) -> None:
         hf_config, tensors = read_hf_folder(policy.model_name)
         hf_config["torch_dtype"] = hf_config["dtype"] = "float32"
         save_hf_folder(start.policy, hf_config, {n: t.float() for n, t in tensors.items()}, policy.model_name)
+        load_tokenizer(start.policy)
     else:
         from nemo_ext.local.hf_policy import init_policy  # loads Megatron, which a cached start does without
 
