@@ -9,7 +9,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 # Settings of which this version has some values only. A row goes when the rest works.
 AVAILABLE: dict[str, tuple] = {
     "policy.draft.speculator_type": ("eagle3",),
-    "policy.megatron_cfg.context_parallel_size": (1,),
     "policy.megatron_cfg.pipeline_model_parallel_size": (1,),
     "policy.megatron_cfg.sequence_parallel": (False,),
 }

@@ -148,6 +148,19 @@ def test_tp2_dp2_equals_one_rank(four_ranks, start, batches, references):
     assert_same(got, references["reduced", 0.7])
 
 
+@pytest.mark.parametrize(("draft", "temperature"), CASES)
+@pytest.mark.parametrize("packed", [True, False])
+def test_cp2_equals_cp1(two_ranks, start, batches, references, draft, temperature, packed):
+    got = run(two_ranks, start, batches, draft=draft, temperature=temperature, cp=2, packed=packed)
+    assert_same(got, references[draft, temperature])
+
+
+@pytest.mark.parametrize("layout", [{"cp": 4}, {"cp": 2, "tp": 2}, {"cp": 2, "dp": 2}, {"cp": 2, "tp": 2, "recompute": True}])
+def test_four_ranks_with_cp_equal_one(four_ranks, start, batches, references, layout):
+    got = run(four_ranks, start, batches, draft="reduced", temperature=0.7, **layout)
+    assert_same(got, references["reduced", 0.7])
+
+
 @pytest.mark.parametrize("layout", [{"packed": False}, {"mb_tokens": 1000}, {"mb_tokens": 1}])
 def test_microbatches_and_padding_change_nothing(one_rank, start, batches, references, layout):
     assert_same(run(one_rank, start, batches, **layout), references["draft", 1.0])
@@ -159,7 +172,7 @@ def test_recompute_changes_no_bit(one_rank, start, batches, references):
     assert all(torch.equal(got.weights[name], t) for name, t in want.weights.items())
 
 
-@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"dp": 2}, {"packed": False}, {"recompute": True}])
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"dp": 2}, {"cp": 2}, {"packed": False}, {"recompute": True}])
 def test_policy_digests_are_bitwise_those_without_a_draft(ranks_of, start, batches, layout):
     pool = ranks_of(layout)
     with_draft = run(pool, start, batches, **layout)
@@ -171,7 +184,7 @@ def test_policy_digests_are_bitwise_those_without_a_draft(ranks_of, start, batch
 
 @pytest.fixture(scope="module")
 def ranks_of(one_rank, two_ranks):
-    return lambda layout: two_ranks if layout.get("tp", 1) * layout.get("dp", 1) == 2 else one_rank
+    return lambda layout: two_ranks if 2 in layout.values() else one_rank
 
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}])
