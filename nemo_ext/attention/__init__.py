@@ -2,5 +2,14 @@
 
 from nemo_ext.attention.comm import RingError
 from nemo_ext.attention.functions import block_attention, causal_attention, ttt_attention
+from nemo_ext.attention.resident import ResidentTrunk, gather_trunk, resident_bytes
 
-__all__ = ["RingError", "block_attention", "causal_attention", "ttt_attention"]
+__all__ = [
+    "ResidentTrunk",
+    "RingError",
+    "block_attention",
+    "causal_attention",
+    "gather_trunk",
+    "resident_bytes",
+    "ttt_attention",
+]

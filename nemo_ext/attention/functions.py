@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from nemo_ext.attention.branch import Branch, NoBranch, OwnBlock, OwnKeys
-from nemo_ext.attention.comm import RingComm
 from nemo_ext.attention.kernels import kernel_for
 from nemo_ext.attention.plans import BlockPlan, CausalPlan, Plan, WindowedCausalPlan, in_block_calls
+from nemo_ext.attention.resident import ResidentAttention, ResidentTrunk, ring_comm
 from nemo_ext.attention.ring import RingAttention
 from nemo_ext.layout import PackedLayout
 
@@ -55,17 +55,23 @@ def ttt_attention(
     layout: PackedLayout,
     group: dist.ProcessGroup | None,
     scale: float | None = None,
+    resident: ResidentTrunk | None = None,
 ) -> torch.Tensor:
     """One pass of training-time test (contract A.2): row `i` sees trunk rows `j <= i` of its sequence and its own P
     branch keys (of passes 2 to d; P may be 0). `[T, N, D]`.
 
-    Arguments and errors as `causal_attention`.
+    Args:
+        resident: `gather_trunk` of the same trunk keys and values: they are read from there and nothing moves, and their
+            gradient goes home once for all passes. None sends them round the ring in this pass.
+        Others, and errors, as `causal_attention`.
     """
     _check_rows(
         layout, q=q_TND, trunk_k=trunk_k_TMD, trunk_v=trunk_v_TMD, branch_k=branch_k_TPMD, branch_v=branch_v_TPMD
     )
     branch = (branch_k_TPMD, branch_v_TPMD)
-    out_TND = _attend(q_TND, trunk_k_TMD, trunk_v_TMD, branch, CausalPlan(layout), OwnKeys(), layout, group, scale)
+    out_TND = _attend(
+        q_TND, trunk_k_TMD, trunk_v_TMD, branch, CausalPlan(layout), OwnKeys(), layout, group, scale, resident
+    )
     # The plan leaves padding rows out, their own keys do not.
     padding_T = layout.local_positions < 0
     return out_TND.masked_fill(padding_T[:, None, None], 0.0) if padding_T.any() else out_TND
@@ -119,22 +125,17 @@ def block_attention(
     return out_BWND if order_B is None else out_BWND[torch.argsort(order_B)]
 
 
-def _attend(q, k, v, branch_kv, plan: Plan, branch: Branch, layout, group, scale):
+def _attend(q, k, v, branch_kv, plan: Plan, branch: Branch, layout, group, scale, resident=None):
     heads, key_heads = q.shape[1], k.shape[1]
     if key_heads == 0 or heads % key_heads:
         raise ValueError(f"{heads} query heads cannot share {key_heads} key heads; use a multiple")
-    comm = None
-    if layout.cp_size > 1:
-        if group is None:
-            raise ValueError(
-                f"the layout is for {layout.cp_size} context-parallel ranks but group is None; pass the group"
-            )
-        layout.agree(group)
-        comm = RingComm(group)
-    elif group is not None and group.size() != 1:
-        raise ValueError(f"the layout is for one rank but the group has {group.size()}; make it with that cp_size")
     branch_k, branch_v = branch_kv if branch_kv is not None else (k[:0], v[:0])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if resident is not None:
+        return ResidentAttention.apply(
+            q, resident.handle, branch_k, branch_v, resident, plan, branch, kernel_for(q), scale
+        )
+    comm = ring_comm(layout, group)
     return RingAttention.apply(q, k, v, branch_k, branch_v, plan, branch, kernel_for(q), comm, scale)
 
 

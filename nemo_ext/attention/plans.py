@@ -16,7 +16,7 @@ from nemo_ext.attention.spans import Spans, collect, collect_bands
 from nemo_ext.layout import PackedLayout
 
 # Below this many keys the end of a block's trunk prefix is one rectangle per block.
-SMALLEST_PIECE = 64
+SMALLEST_PIECE = 16
 
 
 class Plan(Protocol):

@@ -128,3 +128,7 @@ def ranks(tmp_path_factory):
     yield pool
     for each in pools.values():
         each.stop()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--ring-cases", type=int, help="random packs of the ring attention's property tests (300)")
