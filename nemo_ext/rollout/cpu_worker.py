@@ -1,11 +1,13 @@
 """vLLM's CPU worker with linear layers that keep their weights, so that a running engine can be refreshed in place."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.v1.worker.cpu_worker import CPUWorker
+
+from nemo_ext.rollout.dspark_cpu_proposer import DSparkCpuProposer, dspark_proposer
 
 
 @contextmanager
@@ -33,6 +35,16 @@ def plain_linear() -> Iterator[None]:
 
 class RefreshableCPUWorker(CPUWorker):
     """Given to vLLM by path as `worker_cls`."""
+
+    def init_device(self) -> None:
+        speculative = self.vllm_config.speculative_config
+        dspark = speculative is not None and speculative.use_dspark()
+        with dspark_proposer() if dspark else nullcontext():
+            super().init_device()
+        drafter = getattr(self.model_runner, "drafter", None)
+        if isinstance(drafter, DSparkCpuProposer) and not drafter.sample_from_anchor:
+            # The runner leaves room for the drafted tokens; such a block has one row more.
+            self.model_runner.effective_drafter_max_model_len -= 1
 
     def load_model(self, **kwargs) -> None:
         with plain_linear():

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,18 +102,19 @@ class RolloutEngine:
             }
         self.max_model_len = max_model_len
         self._unusable = ""
-        self._llm = vllm.LLM(
-            str(policy),
-            dtype=dtype,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            seed=seed,
-            skip_tokenizer_init=True,
-            use_tqdm_on_load=False,
-            disable_log_stats=False,
-            logprobs_mode="processed_logprobs",
-            **{**kwargs, **(vllm_kwargs or {})},
-        )
+        with extra_methods(speculative_config):
+            self._llm = vllm.LLM(
+                str(policy),
+                dtype=dtype,
+                max_model_len=max_model_len,
+                max_num_seqs=max_num_seqs,
+                seed=seed,
+                skip_tokenizer_init=True,
+                use_tqdm_on_load=False,
+                disable_log_stats=False,
+                logprobs_mode="processed_logprobs",
+                **{**kwargs, **(vllm_kwargs or {})},
+            )
         try:
             self._call("prepare_refresh", weights_version, refresh_draft)
             self._call("correct_sampler")
@@ -264,6 +266,15 @@ class RolloutEngine:
                     f"prompt {i} has {len(ids)} tokens and max_new_tokens is {max_new_tokens}, together more than "
                     f"max_model_len {self.max_model_len}; shorten either or raise max_model_len"
                 )
+
+
+def extra_methods(speculative_config: Mapping[str, Any] | None) -> AbstractContextManager:
+    """While an engine starts: on a CPU, DSpark too, which vLLM serves on GPUs only."""
+    if torch.cuda.is_available() or (speculative_config or {}).get("method") != "dspark":
+        return nullcontext()
+    from nemo_ext.rollout.dspark_cpu_proposer import dspark_on_v1
+
+    return dspark_on_v1()
 
 
 def to_sample(prompt: int, completion) -> Sample:
