@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from nemo_ext.attention.branch import Branch, NoBranch, OwnBlock, OwnKeys
+from nemo_ext.attention.comm import ring_comm
 from nemo_ext.attention.kernels import kernel_for
 from nemo_ext.attention.plans import BlockPlan, CausalPlan, Plan, WindowedCausalPlan, in_block_calls
-from nemo_ext.attention.resident import ResidentAttention, ResidentTrunk, ring_comm
+from nemo_ext.attention.resident import ResidentAttention, ResidentTrunk
 from nemo_ext.attention.ring import RingAttention
 from nemo_ext.layout import PackedLayout
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_ext.attention.branch import Branch
-from nemo_ext.attention.comm import RingComm
+from nemo_ext.attention.comm import RingComm, ring_comm
 from nemo_ext.attention.kernels import Kernel
 from nemo_ext.attention.merge import Merged, Summed, wide_dtype
 from nemo_ext.attention.plans import Plan
@@ -51,25 +51,6 @@ def gather_trunk(
     Raises as `causal_attention`.
     """
     return ResidentTrunk(trunk_k_SMD, trunk_v_SMD, ring_comm(layout, group))
-
-
-def ring_comm(layout: PackedLayout, group: dist.ProcessGroup | None) -> RingComm | None:
-    """The layout's neighbours in the group, all of which hold the same pack; None for one rank.
-
-    Raises:
-        ValueError: if layout and group do not belong together.
-        LayoutMismatch: if the ranks were given different packs.
-    """
-    if layout.cp_size > 1:
-        if group is None:
-            raise ValueError(
-                f"the layout is for {layout.cp_size} context-parallel ranks but group is None; pass the group"
-            )
-        layout.agree(group)
-        return RingComm(group)
-    if group is not None and group.size() != 1:
-        raise ValueError(f"the layout is for one rank but the group has {group.size()}; make it with that cp_size")
-    return None
 
 
 def resident_bytes(layout: PackedLayout, key_heads: int, head_dim: int, dtype: torch.dtype, layers: int = 1) -> int:
