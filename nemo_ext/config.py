@@ -182,6 +182,11 @@ class DraftConfig(Section):
             that says true must be confirmed here, because other trainers write the same key with another meaning.
         norm_before_residual: the residual is the normed feature. null: false, or the checkpoint's.
         fc_norm: an RMSNorm per tap before `fc`. null: false, or the checkpoint's.
+        trunk_residency: under context parallelism, where the trunk's keys and values live over the passes. `ring`: they
+            go round in every pass; `resident`: each rank keeps the shards that pass 1 received; `auto`: resident if it
+            fits the budget. The numbers are the same.
+        trunk_budget_gb: memory per rank that `auto` may give a resident trunk, keys, values and their gradients, in 1e9
+            bytes.
         optimizer: the draft's own.
     """
 
@@ -199,12 +204,19 @@ class DraftConfig(Section):
     norm_output: bool | None = None
     norm_before_residual: bool | None = None
     fc_norm: bool | None = None
+    trunk_residency: Literal["ring", "resident", "auto"] = "auto"
+    trunk_budget_gb: float = Field(1.0, ge=0)
     optimizer: DraftOptimizer = Field(default_factory=DraftOptimizer)
 
     @property
     def pass_weights(self) -> list[float]:
         """One weight a pass."""
         return list(self.ttt_pass_weights or [1.0] * self.ttt_steps)
+
+    @property
+    def trunk_budget_bytes(self) -> float:
+        """What a resident trunk may take per rank."""
+        return {"ring": 0.0, "resident": float("inf"), "auto": self.trunk_budget_gb * 1e9}[self.trunk_residency]
 
     @field_validator("speculator_type")
     @classmethod

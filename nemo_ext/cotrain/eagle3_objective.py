@@ -67,6 +67,7 @@ class Eagle3Objective:
             still count in the denominator, which is fixed before the step.
         tp_group, cp_group: the policy's groups; None for size 1.
         recompute: keep only each pass's inputs for the backward.
+        trunk_budget: bytes per rank that a resident trunk may take under context parallelism; 0 always uses the ring.
         chunk_rows: rows whose logits exist at once.
     """
 
@@ -80,6 +81,7 @@ class Eagle3Objective:
         tp_group: dist.ProcessGroup | None = None,
         cp_group: dist.ProcessGroup | None = None,
         recompute: bool = False,
+        trunk_budget: float = 0.0,
         chunk_rows: int = 1024,
     ):
         self.draft = draft
@@ -90,6 +92,7 @@ class Eagle3Objective:
         self.tp_group = tp_group
         self.cp_group = cp_group
         self.recompute = recompute
+        self.trunk_budget = trunk_budget
         self.chunk_rows = chunk_rows
 
     def halo(self, layout: PackedLayout):
@@ -131,6 +134,7 @@ class Eagle3Objective:
             layout,
             cp_group=self.cp_group,
             recompute=self.recompute,
+            trunk_budget=self.trunk_budget,
         )
         acc = torch.promote_types(target.hidden_TH.dtype, torch.float32)
         supervised_TP = self.supervised_rows(layout, label_mask_R).to(acc)

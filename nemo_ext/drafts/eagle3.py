@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from nemo_ext.attention import ttt_attention
+from nemo_ext.attention import gather_trunk, resident_bytes, ttt_attention
 from nemo_ext.drafts.eagle3_config import Eagle3Config
 from nemo_ext.drafts.layers import Linear, RMSNorm, Rotary
 from nemo_ext.layout import PackedLayout
@@ -100,6 +100,7 @@ class Eagle3Draft(nn.Module):
         *,
         cp_group=None,
         recompute: bool = False,
+        trunk_budget: float = 0.0,
     ) -> torch.Tensor:
         """All passes. Row `i` of pass `d` reads the embedding of token `i + d` and the feature that pass `d - 1` left at
         row `i`; it attends pass-1 keys of rows `<= i` of its sequence and its own keys of passes 2 to `d`.
@@ -109,16 +110,19 @@ class Eagle3Draft(nn.Module):
             embeds_PTH: `[P, T, H]`, embedding of the token `d` rows ahead, for `d` from 1 (anything where there is none).
             layout: rows of this rank.
             recompute: keep only the inputs of each pass and run it again in the backward.
+            trunk_budget: bytes per rank that a resident trunk may take. A trunk that fits is received once, in pass 1,
+                and kept (pass 1 is then not recomputed); one that does not goes round the ring in every pass.
 
         Returns:
             `[T, P, H]`, after the final norm: what the LM head reads.
         """
         feature_TH = self.fuse(taps_TK)
         kv: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in self.layers]  # per layer, per pass
+        trunks = _Trunks(layout, cp_group, self._resident(layout, len(embeds_PTH), feature_TH.dtype, trunk_budget))
         outputs = []
         for number, embed_TH in enumerate(embeds_PTH):
-            args = (embed_TH, feature_TH, number, layout, cp_group, *_flatten(kv))
-            if recompute and torch.is_grad_enabled():
+            args = (embed_TH, feature_TH, number, layout, cp_group, trunks, *_flatten(kv))
+            if recompute and torch.is_grad_enabled() and not (trunks.resident and number == 0):
                 feature_TH, output_TH, *new = checkpoint(self._one_pass, *args, use_reentrant=False)
             else:
                 feature_TH, output_TH, *new = self._one_pass(*args)
@@ -127,25 +131,52 @@ class Eagle3Draft(nn.Module):
             outputs.append(output_TH)
         return torch.stack(outputs, dim=1)
 
-    def _one_pass(self, embed_TH, feature_TH, number, layout, cp_group, *flat_kv):
-        """Pass `number` (from 0); a pure function of its arguments, so that it can be recomputed."""
+    def _resident(self, layout: PackedLayout, passes: int, dtype: torch.dtype, budget: float) -> bool:
+        if layout.cp_size == 1 or passes == 1:
+            return False
+        key_heads = self.layers[0].k_proj.weight.shape[0] // self.cfg.head_dim
+        return resident_bytes(layout, key_heads, self.cfg.head_dim, dtype, len(self.layers)) <= budget
+
+    def _one_pass(self, embed_TH, feature_TH, number, layout, cp_group, trunks, *flat_kv):
+        """Pass `number` (from 0); a pure function of its arguments, so that it can be recomputed (but for pass 0 of
+        a resident trunk, which fills `trunks`)."""
         table = self.rotary.table(layout.local_positions + number, feature_TH.dtype)
         passes = [_unflatten(flat_kv, number, index) for index in range(len(self.layers))]
         new: list[torch.Tensor] = []
         x_TH = feature_TH
-        for layer, seen in zip(self.layers, passes, strict=True):
+        for index, (layer, seen) in enumerate(zip(self.layers, passes, strict=True)):
 
-            def attend(q_TND, k_TND, v_TND, seen=seen):
+            def attend(q_TND, k_TND, v_TND, index=index, seen=seen):
                 new.extend((k_TND, v_TND))
                 keys, values = zip(*seen, (k_TND, v_TND), strict=True)
                 return ttt_attention(
-                    q_TND, keys[0], values[0], _stack(keys[1:], k_TND), _stack(values[1:], v_TND),
-                    layout=layout, group=cp_group,
-                )  # fmt: skip
+                    q_TND,
+                    keys[0],
+                    values[0],
+                    _stack(keys[1:], k_TND),
+                    _stack(values[1:], v_TND),
+                    layout=layout,
+                    group=cp_group,
+                    resident=trunks.of_layer(index, keys[0], values[0]),
+                )
 
             x_TH = layer(embed_TH, x_TH, table, attend)
         output_TH = self.norm(x_TH)
         return (output_TH if self.cfg.norm_output else x_TH), output_TH, *new
+
+
+class _Trunks:
+    """The resident trunk of each layer, gathered when pass 1 first attends it; none when `resident` is false."""
+
+    def __init__(self, layout: PackedLayout, cp_group, resident: bool):
+        self.resident = resident
+        self._layout, self._group = layout, cp_group
+        self._of_layer = {}
+
+    def of_layer(self, index: int, key_TND: torch.Tensor, value_TND: torch.Tensor):
+        if self.resident and index not in self._of_layer:
+            self._of_layer[index] = gather_trunk(key_TND, value_TND, layout=self._layout, group=self._group)
+        return self._of_layer.get(index)
 
 
 def _stack(passes, like_TND):

@@ -60,14 +60,20 @@ def _done(start: Start) -> bool:
     return (start.policy.parent / "done").exists()
 
 
+# Settings of `policy.draft` that the warm-up's bytes do not follow from.
+_NOT_IN_DRAFT = {"enabled", "engine", "model_name", "trunk_residency", "trunk_budget_gb"}
+
+
 def _hash(config: RunConfig) -> str:
     policy, draft = config.policy, config.policy.draft
+    optimizers = (policy.megatron_cfg.optimizer, draft.optimizer)
     what = {
         "model_name": _fingerprint(policy.model_name),
         "model": policy.model.model_dump() if policy.model else None,
         "data": config.data.model_dump(exclude={"warmup": {"cache_dir"}}),
         "seed": config.grpo.seed,
-        "draft": draft.model_dump(exclude={"enabled", "loss_weight", "optimizer", "engine"}),
+        "draft": draft.model_dump(exclude={*_NOT_IN_DRAFT, "optimizer"}),
+        "optimizers": [o.model_dump(exclude={"lr", "lr_warmup_iters"}) for o in optimizers],
         "draft_model_name": _fingerprint(draft.model_name),
         "temperature": policy.generation.temperature,
     }

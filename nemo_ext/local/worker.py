@@ -97,6 +97,7 @@ class PolicyWorker:
             tp_group=groups.tp,
             cp_group=groups.cp,
             recompute=policy.megatron_cfg.activation_checkpointing,
+            trunk_budget=policy.draft.trunk_budget_bytes,
         )
 
     def _optimizer(self, ddp, settings, lr: float | None, lr_warmup_iters: int, norm_group):

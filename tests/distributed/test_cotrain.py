@@ -69,7 +69,9 @@ def batches():
     return made
 
 
-def settings(*, tp=1, dp=1, cp=1, packed=True, enabled=True, recompute=False, temperature=1.0, mb_tokens=40):
+def settings(
+    *, tp=1, dp=1, cp=1, packed=True, enabled=True, recompute=False, temperature=1.0, mb_tokens=40, residency="auto"
+):
     """A run's settings by layout. The draft's clip is out of the way, so that gradients can be compared."""
     return {
         "policy": {
@@ -90,6 +92,7 @@ def settings(*, tp=1, dp=1, cp=1, packed=True, enabled=True, recompute=False, te
                 "ttt_steps": 3,
                 "ttt_pass_weights": [1.0, 0.8, 0.6],
                 "mask_out_of_draft_vocab": True,
+                "trunk_residency": residency,
                 "optimizer": {"lr": 1e-3, "clip_grad": 1e9},
             },
             "generation": {"temperature": temperature, "max_new_tokens": 16, "vllm_cfg": {"max_model_len": 64}},
@@ -151,11 +154,15 @@ def test_tp2_dp2_equals_one_rank(four_ranks, start, batches, references):
 @pytest.mark.parametrize(("draft", "temperature"), CASES)
 @pytest.mark.parametrize("packed", [True, False])
 def test_cp2_equals_cp1(two_ranks, start, batches, references, draft, temperature, packed):
-    got = run(two_ranks, start, batches, draft=draft, temperature=temperature, cp=2, packed=packed)
+    residency = "ring" if packed else "resident"
+    got = run(two_ranks, start, batches, draft=draft, temperature=temperature, cp=2, packed=packed, residency=residency)
     assert_same(got, references[draft, temperature])
 
 
-@pytest.mark.parametrize("layout", [{"cp": 4}, {"cp": 2, "tp": 2}, {"cp": 2, "dp": 2}, {"cp": 2, "tp": 2, "recompute": True}])
+@pytest.mark.parametrize(
+    "layout",
+    [{"cp": 4}, {"cp": 2, "tp": 2}, {"cp": 2, "dp": 2}, {"cp": 2, "tp": 2, "recompute": True, "residency": "ring"}],
+)
 def test_four_ranks_with_cp_equal_one(four_ranks, start, batches, references, layout):
     got = run(four_ranks, start, batches, draft="reduced", temperature=0.7, **layout)
     assert_same(got, references["reduced", 0.7])
