@@ -1,4 +1,4 @@
-"""Parts that the drafts share: norm, rotary embedding, parallel linears.
+"""Parts that the drafts share: norms, rotary embedding, parallel linears.
 
 Legend: T rows, H hidden size, N heads, D head dimension.
 """
@@ -7,6 +7,7 @@ import torch
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
     set_tensor_model_parallel_attributes,
 )
 from torch import nn
@@ -21,10 +22,25 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+        return self._norm(x_TH, self.weight)
+
+    def _norm(self, x_TH: torch.Tensor, weight_H: torch.Tensor) -> torch.Tensor:
         acc = torch.promote_types(x_TH.dtype, torch.float32)
         wide_TH = x_TH.to(acc)
         wide_TH = wide_TH * torch.rsqrt(wide_TH.square().mean(-1, keepdim=True) + self.eps)
-        return (wide_TH * self.weight.to(acc)).to(x_TH.dtype)
+        return (wide_TH * weight_H.to(acc)).to(x_TH.dtype)
+
+
+class HeadNorm(RMSNorm):
+    """RMSNorm of each head of `[..., N, D]`, where each tensor-parallel rank has other heads and all have the same
+    weight: its gradient is summed over the ranks in the backward, so that it is whole on each."""
+
+    def __init__(self, size: int, eps: float, tp_group):
+        super().__init__(size, eps)
+        self.tp_group = tp_group
+
+    def forward(self, x_TND: torch.Tensor) -> torch.Tensor:
+        return self._norm(x_TND, copy_to_tensor_model_parallel_region(self.weight, group=self.tp_group))
 
 
 class Linear(nn.Module):

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from nemo_ext.losses.vocab_parallel import at_argmax, log_softmax_, reducer
+
 
 class DraftLossRows(NamedTuple):
     """The loss and, detached, what the metrics need of each student row (zeros where the weight is zero)."""
@@ -82,14 +84,8 @@ class _SoftCrossEntropy(torch.autograd.Function):
         group,
         chunk,
     ):
-        parallel = group is not None and dist.get_world_size(group) > 1
+        reduce_ = reducer(group)
         acc = torch.float64 if student_NH.dtype == torch.float64 else torch.float32
-
-        def reduce_(x, op=dist.ReduceOp.SUM):
-            if parallel:
-                dist.all_reduce(x, op=op, group=group)
-            return x
-
         want_student, want_head = ctx.needs_input_grad[:2]
         grad_student_NH = torch.zeros_like(student_NH) if want_student else None
         grad_head_UH = torch.zeros_like(head_UH, dtype=acc) if want_head else None
@@ -97,20 +93,20 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
         for rows_n in torch.nonzero(weight_N).flatten().split(chunk):
             distinct_u, teacher_of_n = torch.unique(teacher_rows_N[rows_n], return_inverse=True)
-            log_q_uU, logz_u = _log_softmax(
+            log_q_uU, logz_u = log_softmax_(
                 (teacher_Eh[distinct_u] @ teacher_head_Uh.T).to(acc).div_(temperature), reduce_
             )
             q_nU = log_q_uU.exp()[teacher_of_n]
 
             student_nH = student_NH[rows_n]
-            log_p_nU, _ = _log_softmax((student_nH @ head_UH.T).to(acc).div_(temperature), reduce_)
+            log_p_nU, _ = log_softmax_((student_nH @ head_UH.T).to(acc).div_(temperature), reduce_)
             ce_N[rows_n] = reduce_(-torch.einsum("nu,nu->n", q_nU, log_p_nU))
             p_nU = log_p_nU.exp()
             target_nU = q_nU
             if logz_E is not None:  # q is normalised over the draft vocabulary, the target over its own
                 target_nU = q_nU * torch.exp(logz_u - logz_E[distinct_u].to(acc))[teacher_of_n, None]
             accept_N[rows_n] = reduce_(torch.minimum(p_nU, target_nU).sum(-1))
-            greedy_N[rows_n] = _at_argmax(p_nU, target_nU, reduce_, parallel, group)
+            greedy_N[rows_n] = at_argmax(p_nU, target_nU, reduce_, group)
 
             if want_student or want_head:
                 scale_n = weight_N[rows_n].to(acc) / temperature
@@ -130,24 +126,3 @@ class _SoftCrossEntropy(torch.autograd.Function):
         grad_student_NH, grad_head_UH = ctx.saved_tensors
         grads = [g if g is None else g * grad_loss.to(g.dtype) for g in (grad_student_NH, grad_head_UH)]
         return *grads, None, None, None, None, None, None, None, None
-
-
-def _log_softmax(logits_nU, reduce_):
-    """Log-softmax over a vocabulary that is sharded over ranks, and the log-sum-exp."""
-    top_n = reduce_(logits_nU.amax(-1), dist.ReduceOp.MAX)
-    logits_nU = logits_nU.sub_(top_n[:, None])
-    log_sum_n = reduce_(logits_nU.exp().sum(-1)).log_()
-    return logits_nU.sub_(log_sum_n[:, None]), top_n.add_(log_sum_n)
-
-
-def _at_argmax(p_nU, target_nU, reduce_, parallel, group):
-    """`target` at the id where `p` is largest over all shards (ties go to the lowest rank)."""
-    best_n, where_n = p_nU.max(-1)
-    value_n = target_nU.gather(-1, where_n[:, None]).squeeze(-1)
-    if not parallel:
-        return value_n
-    top_n = reduce_(best_n.clone(), dist.ReduceOp.MAX)
-    rank = dist.get_rank(group)
-    owner_n = torch.where(best_n == top_n, rank, dist.get_world_size(group))
-    owner_n = reduce_(owner_n, dist.ReduceOp.MIN)
-    return reduce_(torch.where(owner_n == rank, value_n, torch.zeros_like(value_n)))

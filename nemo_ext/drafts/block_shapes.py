@@ -1,0 +1,77 @@
+"""The tensors of a block draft's checkpoint: their shapes, and fresh ones. Needs no Megatron."""
+
+import math
+
+import torch
+
+from nemo_ext.drafts.block_config import BlockConfig
+
+
+def block_shapes(cfg: BlockConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every floating-point tensor by name, in vLLM's form (contract D.1)."""
+    hidden, ffn = cfg.hidden_size, cfg.intermediate_size
+    q, kv = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, len(cfg.tap_layers) * hidden),
+        "hidden_norm.weight": (hidden,),
+    }
+    for index in range(cfg.num_layers):
+        at = f"layers.{index}."
+        shapes |= {
+            at + "self_attn.q_proj.weight": (q, hidden),
+            at + "self_attn.k_proj.weight": (kv, hidden),
+            at + "self_attn.v_proj.weight": (kv, hidden),
+            at + "self_attn.o_proj.weight": (hidden, q),
+            at + "self_attn.q_norm.weight": (cfg.head_dim,),
+            at + "self_attn.k_norm.weight": (cfg.head_dim,),
+            at + "mlp.gate_proj.weight": (ffn, hidden),
+            at + "mlp.up_proj.weight": (ffn, hidden),
+            at + "mlp.down_proj.weight": (hidden, ffn),
+            at + "input_layernorm.weight": (hidden,),
+            at + "post_attention_layernorm.weight": (hidden,),
+        }
+    shapes["norm.weight"] = (hidden,)
+    if cfg.reduced_vocab:
+        shapes["lm_head.weight"] = (cfg.draft_vocab_size, hidden)
+    if cfg.kind == "dspark":
+        shapes["markov_head.markov_w1.weight"] = (cfg.vocab_size, cfg.markov_rank)
+        shapes["markov_head.markov_w2.weight"] = (cfg.draft_vocab_size, cfg.markov_rank)
+    if cfg.confidence_head:
+        features = hidden + (cfg.markov_rank if cfg.confidence_with_markov else 0)
+        shapes["confidence_head.proj.weight"] = (1, features)
+        shapes["confidence_head.proj.bias"] = (1,)
+    return shapes
+
+
+def init_block(
+    cfg: BlockConfig,
+    seed: int,
+    target_ids: torch.Tensor | None = None,
+    policy_head_VH: torch.Tensor | None = None,
+) -> dict[str, torch.Tensor]:
+    """Fresh weights under their Hugging Face names, full size, so that they are the same for every parallel layout.
+
+    Linear weights are normal with variance 1 / fan-in and norms are ones. The Markov head starts as no bias at all (`W2` is
+    zero, rows of `W1` have length about 1) and the confidence head at one half.
+
+    Args:
+        target_ids: the target ids of a reduced vocabulary, ascending.
+        policy_head_VH: the policy's head, whose rows such a vocabulary's head then starts from.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    zeros = ("markov_head.markov_w2.weight", "confidence_head.proj.weight", "confidence_head.proj.bias")
+    tensors = {}
+    for name, shape in block_shapes(cfg).items():
+        if name in zeros:
+            tensors[name] = torch.zeros(shape)
+        elif len(shape) == 1:
+            tensors[name] = torch.ones(shape)
+        else:
+            tensors[name] = torch.randn(shape, generator=generator) / math.sqrt(shape[1])
+    if cfg.reduced_vocab:
+        ids = target_ids.long()
+        if policy_head_VH is not None:
+            tensors["lm_head.weight"] = policy_head_VH[ids].float()
+        tensors["d2t"] = ids - torch.arange(cfg.draft_vocab_size)
+        tensors["t2d"] = torch.zeros(cfg.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+    return tensors
