@@ -10,7 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 AVAILABLE: dict[str, tuple] = {
     "policy.draft.speculator_type": ("eagle3",),
     "policy.megatron_cfg.pipeline_model_parallel_size": (1,),
-    "policy.megatron_cfg.sequence_parallel": (False,),
 }
 
 

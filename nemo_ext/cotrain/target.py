@@ -21,15 +21,26 @@ def read_target(
         ids_E: token ids of the rows of the objective's halo.
         tp_group: tensor-parallel group; None for size 1.
     """
+    scattered = model.config.sequence_parallel
     return TargetOutputs(
-        taps_TK=capture.taps(),
+        taps_TK=whole_rows(capture.taps(), scattered, tp_group),
         embeds_EH=embed_rows(model.embedding.word_embeddings, ids_E, tp_group),
-        hidden_TH=capture.hidden,
+        hidden_TH=whole_rows(capture.hidden, scattered, tp_group),
         logits_TV=logits_TV,
         head_VH=model.shared_embedding_or_output_weight()
         if model.share_embeddings_and_output_weights
         else model.output_layer.weight,
     )
+
+
+@torch.no_grad()
+def whole_rows(x: torch.Tensor, scattered: bool, tp_group: dist.ProcessGroup | None) -> torch.Tensor:
+    """All rows of a tensor whose rows sequence parallelism scatters over the tensor-parallel ranks."""
+    if not scattered or tp_group is None or dist.get_world_size(tp_group) == 1:
+        return x
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(tp_group))]
+    dist.all_gather(parts, x.contiguous(), group=tp_group)
+    return torch.cat(parts)
 
 
 @torch.no_grad()

@@ -128,6 +128,11 @@ def _layout(config: RunConfig) -> Iterator[str]:
     megatron, ranks = config.policy.megatron_cfg, config.cluster.gpus_per_node
     for setting in AVAILABLE:
         yield from not_yet(setting, attrgetter(setting)(config))
+    if megatron.sequence_parallel and megatron.tensor_model_parallel_size == 1:
+        yield (
+            "policy.megatron_cfg.sequence_parallel is true but tensor_model_parallel_size is 1, whose ranks would share "
+            "the sequence; set false or a larger size"
+        )
     model_ranks = megatron.model_ranks
     if ranks % model_ranks:
         yield (

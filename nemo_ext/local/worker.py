@@ -64,7 +64,12 @@ class PolicyWorker:
         """
         policy, groups = self._config.policy, self._groups
         self._hf_config, tensors = read_hf_folder(policy_folder)
-        config = policy_config(self._hf_config, groups, recompute=policy.megatron_cfg.activation_checkpointing)
+        config = policy_config(
+            self._hf_config,
+            groups,
+            sequence_parallel=policy.megatron_cfg.sequence_parallel,
+            recompute=policy.megatron_cfg.activation_checkpointing,
+        )
         self._gpt = build_policy(self._hf_config, config, groups)
         load_policy([self._gpt], self._hf_config, tensors, groups)
         self._policy_ddp = wrap_ddp(self._gpt, config)
@@ -152,7 +157,8 @@ class PolicyWorker:
             max_sequences=policy.train_micro_batch_size,
             cp_size=groups.cp.size(),
             cp_rank=groups.cp.rank(),
-            pad_multiple=1,
+            # Sequence parallelism cuts a rank's rows once more.
+            pad_multiple=2 * groups.cp.size() * groups.tp.size() if policy.megatron_cfg.sequence_parallel else 1,
         )
 
     def _draft_denominator(self, batches: list[Microbatch]) -> torch.Tensor:

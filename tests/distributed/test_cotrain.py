@@ -70,7 +70,7 @@ def batches():
 
 
 def settings(
-    *, tp=1, dp=1, cp=1, packed=True, enabled=True, recompute=False, temperature=1.0, mb_tokens=40, residency="auto"
+    *, tp=1, dp=1, cp=1, sp=False, packed=True, enabled=True, recompute=False, temperature=1.0, mb_tokens=40, residency="auto"
 ):
     """A run's settings by layout. The draft's clip is out of the way, so that gradients can be compared."""
     return {
@@ -83,6 +83,7 @@ def settings(
             "megatron_cfg": {
                 "tensor_model_parallel_size": tp,
                 "context_parallel_size": cp,
+                "sequence_parallel": sp,
                 "activation_checkpointing": recompute,
                 "optimizer": {"lr": 1e-3},
             },
@@ -135,8 +136,9 @@ CASES = [("draft", 1.0), ("reduced", 0.7)]
 
 
 @pytest.mark.parametrize(("draft", "temperature"), CASES)
-def test_tp2_equals_tp1(two_ranks, start, batches, references, draft, temperature):
-    got = run(two_ranks, start, batches, draft=draft, temperature=temperature, tp=2)
+@pytest.mark.parametrize("sp", [False, True])
+def test_tp2_equals_tp1(two_ranks, start, batches, references, draft, temperature, sp):
+    got = run(two_ranks, start, batches, draft=draft, temperature=temperature, tp=2, sp=sp)
     assert_same(got, references[draft, temperature])
 
 
@@ -161,7 +163,7 @@ def test_cp2_equals_cp1(two_ranks, start, batches, references, draft, temperatur
 
 @pytest.mark.parametrize(
     "layout",
-    [{"cp": 4}, {"cp": 2, "tp": 2}, {"cp": 2, "dp": 2}, {"cp": 2, "tp": 2, "recompute": True, "residency": "ring"}],
+    [{"cp": 4}, {"cp": 2, "tp": 2}, {"cp": 2, "dp": 2}, {"cp": 2, "tp": 2, "sp": True, "recompute": True, "residency": "ring"}],
 )
 def test_four_ranks_with_cp_equal_one(four_ranks, start, batches, references, layout):
     got = run(four_ranks, start, batches, draft="reduced", temperature=0.7, **layout)

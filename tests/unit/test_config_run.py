@@ -69,6 +69,8 @@ def test_a_fresh_policys_hf_config_is_what_transformers_reads(tmp_path):
     [
         (["policy.megatron_cfg.pipeline_model_parallel_size=2", "cluster.gpus_per_node=2"],
          "policy.megatron_cfg.pipeline_model_parallel_size is 2, which is not available yet in this version; set 1"),
+        (["policy.megatron_cfg.sequence_parallel=true"],
+         "policy.megatron_cfg.sequence_parallel is true but tensor_model_parallel_size is 1"),
         (["policy.megatron_cfg.tensor_model_parallel_size=2"],
          "cluster.gpus_per_node is 1, not a multiple of tensor * pipeline * context parallel size = 2; set 2 or a"),
         (["policy.train_global_batch_size=7"],
