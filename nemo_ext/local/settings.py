@@ -156,7 +156,8 @@ class TaskConfig(Section):
 class WarmupConfig(Section):
     """`data.warmup`: supervised steps on the tasks' answers, first of the policy, then of the draft; cached."""
 
-    policy_steps: int = Field(ge=0)
+    policy_steps: int = Field(ge=0)  # at most, if stop_loss is set
+    stop_loss: float | None = Field(None, gt=0)  # the policy is warm once 10 steps' mean loss per token, nats, is below
     draft_steps: int = Field(ge=0)
     batch_size: int = Field(ge=1)
     lr: float = Field(1e-3, gt=0)

@@ -144,6 +144,11 @@ def _import_draft(folder: str, start: Start) -> None:
     save_hf_folder(start.draft, hf_config, {n: t.float() if t.is_floating_point() else t for n, t in named.items()})
 
 
+def _below(losses: list[float], bound: float | None) -> bool:
+    """Whether the mean of the last ten is."""
+    return bound is not None and len(losses) >= 10 and sum(losses[-10:]) / 10 < bound
+
+
 def _frequent_ids(config: RunConfig, start: Start, cfg: Eagle3Config) -> torch.Tensor:
     """The ids that answers use most, ascending: the reduced vocabulary of a fresh draft."""
     codec, counts = Codec(load_tokenizer(start.policy)), Counter()
@@ -166,6 +171,7 @@ def _train(config: RunConfig, policy_group: PolicyGroup, start: Start, report) -
     policy_group.call("load", str(start.policy), str(start.draft), policy_lr=warmup.lr, draft_lr=warmup.draft_lr)
     drawn = 0
     for name, steps, plan in phases:
+        losses: list[float] = []
         for step in range(steps):
             problems = tasks.problems("warmup", drawn, warmup.batch_size)
             drawn += len(problems)
@@ -173,9 +179,12 @@ def _train(config: RunConfig, policy_group: PolicyGroup, start: Start, report) -
                 Sample(codec.prompt(p.question), answer := codec.answer(p.answer), [0.0] * len(answer))
                 for p in problems
             ]
-            metrics = policy_group.call("step", samples, plan)
-            if step % 20 == 0 or step == steps - 1:
-                report(f"warm-up: {name} step {step + 1}/{steps}, loss {metrics[f'{name}_loss']:.3f}")
+            losses.append(policy_group.call("step", samples, plan)[f"{name}_loss"])
+            warm = name == "policy" and _below(losses, warmup.stop_loss)
+            if step % 20 == 0 or step == steps - 1 or warm:
+                report(f"warm-up: {name} step {step + 1}/{steps}, loss {losses[-1]:.3f}")
+            if warm:
+                break
     stream = policy_group.call("export")
     _, old_draft = read_hf_folder(start.draft)
     policy_config, _ = read_hf_folder(start.policy)
