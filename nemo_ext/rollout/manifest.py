@@ -65,7 +65,7 @@ def check_manifest(declared: Iterable[TensorSpec], expected: Mapping[str, Tensor
     names = Counter(spec.name for spec in declared)
     known = [(spec, expected[spec.name]) for spec in declared if spec.name in expected]
     problems = {
-        "missing": [name for name in expected if name not in names and name not in OPTIONAL],
+        "missing": [spec.name for name, spec in expected.items() if name not in names and name not in OPTIONAL],
         "not expected": [name for name in names if name not in expected and name not in OPTIONAL],
         "declared twice": [name for name, count in names.items() if count > 1],
         "misshaped": [f"{a.name} is {list(a.shape)}, needs {list(b.shape)}" for a, b in known if a.shape != b.shape],
