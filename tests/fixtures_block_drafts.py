@@ -30,6 +30,7 @@ def block_draft_config(
     confidence_head: bool = True,
     confidence_with_markov: bool = True,
     sample_from_anchor: bool = True,
+    draft_topk: int | None = None,
 ) -> dict:
     """config.json of a DFlashDraftModel (method dflash) or a Qwen3DSparkModel (dspark).
 
@@ -39,6 +40,7 @@ def block_draft_config(
         window: of all layers; vLLM's V1 runner serves no draft that mixes windows and full attention.
         causal: inside the block; None as vLLM derives it, True with a window and False without.
         markov_rank, confidence_head, confidence_with_markov, sample_from_anchor: of DSpark.
+        draft_topk: of DSpark: tokens that stay in the running after the backbone.
     """
     hidden = policy["hidden_size"]
     dspark = method == "dspark"
@@ -79,6 +81,8 @@ def block_draft_config(
         }
     else:
         config["dflash_config"] = block
+    if draft_topk is not None:
+        config["dspark_draft_topk"] = draft_topk
     if causal is not None:
         config["dflash_config"] = {**config.get("dflash_config", {}), "causal": causal}
     return config

@@ -1,4 +1,4 @@
-"""vLLM's CPU worker with linear layers that keep their weights, so that a running engine can be refreshed in place."""
+"""vLLM's CPU worker, able to be refreshed in place: its linear layers keep their weights. It serves DSpark too."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -7,6 +7,7 @@ import torch
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from nemo_ext.rollout.context_norm_fix import correct_context_norm
 from nemo_ext.rollout.dspark_cpu_proposer import DSparkCpuProposer, dspark_proposer
 
 
@@ -49,3 +50,6 @@ class RefreshableCPUWorker(CPUWorker):
     def load_model(self, **kwargs) -> None:
         with plain_linear():
             super().load_model(**kwargs)
+        drafter = getattr(self.model_runner, "drafter", None)
+        if drafter is not None:
+            correct_context_norm(drafter.model)

@@ -92,6 +92,21 @@ def unshare(draft: nn.Module, target: nn.Module, names: Iterable[str], shapes: d
     return paths
 
 
+def check_reduced_vocabulary(draft: nn.Module, target: nn.Module) -> None:
+    """A draft over fewer tokens than the target needs a head of its own; vLLM would draft noise with the target's.
+
+    Raises:
+        RefreshError: it has none.
+    """
+    rows = getattr(draft.config, "draft_vocab_size", None)
+    head, target_head = module_at(draft, "lm_head"), module_at(target, "lm_head")
+    if rows is not None and head is target_head and rows != head.org_vocab_size:
+        raise RefreshError(
+            f"draft_vocab_size is {rows} but the draft's folder has no lm_head.weight, and the target's head has "
+            f"{head.org_vocab_size} rows; export the draft's head along with it"
+        )
+
+
 def private_copy(module: nn.Module) -> nn.Module:
     """A module with parameters of its own that loads and computes as the original does.
 

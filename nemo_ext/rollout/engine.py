@@ -1,5 +1,6 @@
 """A vLLM engine in this process that makes rollouts and takes whole weight refreshes. No Ray, no trainer."""
 
+import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -106,7 +107,7 @@ class RolloutEngine:
             self._llm = vllm.LLM(
                 str(policy),
                 dtype=dtype,
-                max_model_len=max_model_len,
+                max_model_len=max_model_len + room_for_drafts(policy, max_model_len, speculative_config),
                 max_num_seqs=max_num_seqs,
                 seed=seed,
                 skip_tokenizer_init=True,
@@ -275,6 +276,19 @@ def extra_methods(speculative_config: Mapping[str, Any] | None) -> AbstractConte
     from nemo_ext.rollout.dspark_cpu_proposer import dspark_on_v1
 
     return dspark_on_v1()
+
+
+def room_for_drafts(policy: str | Path, max_model_len: int, speculative_config: Mapping[str, Any] | None) -> int:
+    """Tokens beyond max_model_len that vLLM needs to draft for a sequence up to its end, as positions allow.
+
+    In a step in which one sequence has no room for its K unverified tokens and another block, vLLM drafts for none,
+    and the drafts of all others miss that step's rows for the rest of their sequences.
+    """
+    drafted = (speculative_config or {}).get("num_speculative_tokens") or 0
+    if not drafted:
+        return 0
+    positions = json.loads((Path(policy) / "config.json").read_text()).get("max_position_embeddings", max_model_len)
+    return max(0, min(2 * drafted, positions - max_model_len))
 
 
 def to_sample(prompt: int, completion) -> Sample:

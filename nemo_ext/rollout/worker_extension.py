@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from nemo_ext.rollout.draft_model import find_draft_model, unshare, verify_loading
+from nemo_ext.rollout.draft_model import check_reduced_vocabulary, find_draft_model, unshare, verify_loading
 from nemo_ext.rollout.errors import RefreshError
 from nemo_ext.rollout.manifest import DRAFT_PREFIX, TensorSpec, folder_manifest
 from nemo_ext.rollout.readback import digest, read_weight
@@ -30,8 +30,8 @@ class RefreshWorkerExtension:
             {"tensors": number expected, "unshared": paths of draft modules that vLLM had made the target's}.
 
         Raises:
-            RefreshError: the draft is not found, is not written whole by its folder, or was captured in graphs while
-                it shared a module; or the model is quantised.
+            RefreshError: the draft is not found, is not written whole by its folder, has a reduced vocabulary without
+                a head, or was captured in graphs while it shared a module; or the model is quantised.
         """
         model_config = self.vllm_config.model_config
         if model_config.quantization is not None:
@@ -51,6 +51,7 @@ class RefreshWorkerExtension:
                     f"the draft's {unshared[0]} was the target's own when CUDA graphs were captured, which keep "
                     "reading it; set enforce_eager to true or start from a draft whose tensor differs from the target's"
                 )
+            check_reduced_vocabulary(draft, target)
             verify_loading(draft, target, folder_tensors(folder))
             if refresh_draft:
                 expected |= folder_manifest(folder, DRAFT_PREFIX)

@@ -47,6 +47,8 @@ def capture_blocks(
 ) -> tuple[list[Block], list[list[int]]]:
     """Decodes greedily and records every block.
 
+    No step may lack a block (KeyError): the engine needs room beyond its longest sequence, as RolloutEngine makes it.
+
     Returns:
         (blocks in the order made, generated ids of each prompt). A sequence's last block may reach past its end.
     """

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nemo_ext.rollout.engine import RolloutEngine
+from tests import fixtures_block_drafts as block_drafts
 from tests import fixtures_models as models
 
 DRAFTED = 4
@@ -27,6 +28,13 @@ def stream(policy: dict[str, torch.Tensor], draft: dict[str, torch.Tensor]) -> l
     return [*policy.items(), *((f"draft.{name}", tensor) for name, tensor in draft.items())]
 
 
+def method_of(draft_config: dict) -> str:
+    """vLLM's name of a draft's method."""
+    if "markov_rank" in draft_config:
+        return "dspark"
+    return "dflash" if "dflash_config" in draft_config else "eagle3"
+
+
 def exact_logits(model: Model, tensors: dict[str, torch.Tensor], token_ids: list[list[int]]) -> torch.Tensor:
     """Logits [B, T, V] of transformers' own model with the given weights, fp32."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -40,11 +48,13 @@ def exact_logits(model: Model, tensors: dict[str, torch.Tensor], token_ids: list
 
 @pytest.fixture(scope="session")
 def make_policy(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Model]:
-    """make(seed=..., mixing=..., **config) -> a policy in a folder of its own."""
+    """make(seed=..., mixing=..., silent_mask=..., **config) -> a policy in a folder of its own."""
 
-    def make(seed: int = 0, mixing: float = 0.05, **config) -> Model:
+    def make(seed: int = 0, mixing: float = 0.05, silent_mask: bool = False, **config) -> Model:
         made = models.policy_config(**config)
         tensors = models.policy_tensors(made, seed, mixing=mixing)
+        if silent_mask:
+            tensors = block_drafts.with_silent_mask(tensors)
         return Model(models.write_model(tmp_path_factory.mktemp("policy"), made, tensors), made, tensors)
 
     return make
@@ -58,6 +68,19 @@ def make_draft(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Model]
         made = models.draft_config(policy.config, **config)
         tensors = models.random_draft(made) if random else models.bigram_draft(made, policy.tensors)
         return Model(models.write_model(tmp_path_factory.mktemp("draft"), made, tensors), made, tensors)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_block_draft(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Model]:
+    """make(policy, tensors=function of (config, policy's tensors), **config) -> a DFlash or DSpark draft in a folder
+    of its own, random unless `tensors` makes it."""
+
+    def make(policy: Model, tensors: Callable | None = None, **config) -> Model:
+        made = block_drafts.block_draft_config(policy.config, **config)
+        weights = tensors(made, policy.tensors) if tensors else block_drafts.random_block_draft(made)
+        return Model(models.write_model(tmp_path_factory.mktemp("block_draft"), made, weights), made, weights)
 
     return make
 
@@ -85,7 +108,7 @@ def start_engine() -> Iterator[Callable[..., RolloutEngine]]:
         speculative = None
         if draft is not None:
             speculative = {
-                "method": "eagle3",
+                "method": method_of(draft.config),
                 "model": str(draft.folder),
                 "num_speculative_tokens": DRAFTED,
                 "draft_sample_method": sample,
