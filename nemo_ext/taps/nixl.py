@@ -93,7 +93,7 @@ class _End:
             if self.peer is not None:
                 self.agent.remove_remote_agent(self.peer)
             self.agent.deregister_memory(self._registered)
-            self._registered = None
+            self._registered = self.agent = None  # the agent ends with its last reference
 
 
 class _Worker:

@@ -157,6 +157,8 @@ def fault(rank, world_size, transport, culprit, how):
             for step in range(3):
                 rows = lengths(step, 8)
                 with channel.step(rows):
+                    if step == 1:
+                        start = time.monotonic()
                     if step == 1 and rank == culprit:
                         if how == "killed":
                             time.sleep(0.5)
@@ -165,7 +167,6 @@ def fault(rank, world_size, transport, culprit, how):
                             raise KeyError("a trouble of its own")
                         if how == "silent":
                             time.sleep(5.0)
-                    start = start or (time.monotonic() if step == 1 else None)
                     (consume if channel.is_last else produce)(channel, step, rows)
     except (RuntimeError, KeyError) as error:
         return type(error).__name__, str(error), time.monotonic() - start
