@@ -9,7 +9,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 # Settings of which this version has some values only. A row goes when the rest works.
 AVAILABLE: dict[str, tuple] = {
     "policy.draft.speculator_type": ("eagle3",),
-    "policy.megatron_cfg.pipeline_model_parallel_size": (1,),
 }
 
 
@@ -186,6 +185,7 @@ class DraftConfig(Section):
             fits the budget. The numbers are the same.
         trunk_budget_gb: memory per rank that `auto` may give a resident trunk, keys, values and their gradients, in 1e9
             bytes.
+        tap_transport: how taps reach the last pipeline stage; `auto` chooses by placement and what is installed.
         optimizer: the draft's own.
     """
 
@@ -205,6 +205,7 @@ class DraftConfig(Section):
     fc_norm: bool | None = None
     trunk_residency: Literal["ring", "resident", "auto"] = "auto"
     trunk_budget_gb: float = Field(1.0, ge=0)
+    tap_transport: Literal["auto", "local", "shm", "p2p", "nixl"] = "auto"
     optimizer: DraftOptimizer = Field(default_factory=DraftOptimizer)
 
     @property

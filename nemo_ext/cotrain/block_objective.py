@@ -184,7 +184,7 @@ class BlockObjective:
             self.terms,
             markov_NR=None if markov_BSR is None else markov_BSR.flatten(0, 1),
             markov_head_UR=None if markov_BSR is None else self.draft.markov_head.markov_w2.weight,
-            transform=LogitTransform(self.cfg.logit_scale, self.cfg.logit_softcap),
+            logit_scale=self.cfg.logit_scale,
             temperature=self.temperature,
             tp_group=self.tp_group,
             chunk_rows=self.chunk_rows,

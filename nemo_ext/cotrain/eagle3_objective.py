@@ -95,9 +95,14 @@ class Eagle3Objective:
         self.trunk_budget = trunk_budget
         self.chunk_rows = chunk_rows
 
-    def halo(self, layout: PackedLayout):
+    @staticmethod
+    def halo_depth(passes: int) -> int:
         """Row `i` of pass `d` looks at token, mask and teacher up to row `i + d + 1`."""
-        return layout.halo(self.passes + 1)
+        return passes + 1
+
+    def halo(self, layout: PackedLayout):
+        """The rows that this rank's own look at."""
+        return layout.halo(self.halo_depth(self.passes))
 
     def supervised_rows(self, layout: PackedLayout, label_mask_R: torch.Tensor) -> torch.Tensor:
         """`[T, P]`, true where row `i` of pass `d` predicts a token that is trained on, `x_{i+d+1}`."""

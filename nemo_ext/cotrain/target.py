@@ -7,29 +7,25 @@ import torch
 import torch.distributed as dist
 
 from nemo_ext.cotrain.eagle3_objective import TargetOutputs
-from nemo_ext.taps import TapCapture
 
 
-def read_target(
-    model, capture: TapCapture, ids_E: torch.Tensor, logits_TV: torch.Tensor, tp_group: dist.ProcessGroup | None
-) -> TargetOutputs:
-    """The policy's side of the draft loss.
+def read_target(model, landing, logits_TV: torch.Tensor, tp_group: dist.ProcessGroup | None) -> TargetOutputs:
+    """The policy's side of the draft loss, on the last stage.
 
     Args:
-        model: the policy, unwrapped; first and last stage at once.
-        capture: taken around the forward that gave `logits_TV`.
-        ids_E: token ids of the rows of the objective's halo.
+        model: the policy's last chunk, unwrapped.
+        landing: of the microbatch (`nemo_ext.taps.Landing`), with the embedding rows of the objective's halo.
+        logits_TV: what the forward gave.
         tp_group: tensor-parallel group; None for size 1.
     """
     scattered = model.config.sequence_parallel
+    tied = model.share_embeddings_and_output_weights
     return TargetOutputs(
-        taps_TK=whole_rows(capture.taps(), scattered, tp_group),
-        embeds_EH=embed_rows(model.embedding.word_embeddings, ids_E, tp_group),
-        hidden_TH=whole_rows(capture.hidden, scattered, tp_group),
+        taps_TK=whole_rows(landing.taps(), scattered, tp_group),
+        embeds_EH=landing.embedding(),
+        hidden_TH=whole_rows(landing.hidden, scattered, tp_group),
         logits_TV=logits_TV,
-        head_VH=model.shared_embedding_or_output_weight()
-        if model.share_embeddings_and_output_weights
-        else model.output_layer.weight,
+        head_VH=model.shared_embedding_or_output_weight() if tied else model.output_layer.weight,
     )
 
 

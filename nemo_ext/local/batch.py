@@ -3,6 +3,7 @@
 Legend: R rows of the whole padded pack, T rows of this rank.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -59,26 +60,28 @@ def microbatches(
     cp_size: int,
     cp_rank: int,
     pad_multiple: int,
+    count_multiple: int = 1,
 ) -> list[Microbatch]:
-    """Cuts samples into microbatches, in order.
+    """Cuts samples into microbatches, in order, as many as a multiple of `count_multiple` (virtual stages want that).
 
-    Packed: as many sequences as fit into `max_tokens` rows, a sequence that is longer alone. Not packed:
+    Packed: as many sequences as fit into `max_tokens` padded rows, a sequence that is longer alone. Not packed:
     `max_sequences` at a time, all padded to the longest, which is a pack whose padding multiple is that length.
     """
+    unit = math.lcm(2 * cp_size, pad_multiple)
     groups: list[list[Sample]] = [[]]
     for sample in samples:
         group = groups[-1]
-        full = sum(map(len, group)) + len(sample) > max_tokens if packed else len(group) == max_sequences
+        rows = sum(-(-len(each) // unit) * unit for each in [*group, sample])
+        full = rows > max_tokens if packed else len(group) == max_sequences
         if group and full:
             groups.append([])
         groups[-1].append(sample)
+    while len(groups) % count_multiple:
+        groups.append([Sample([0], [0], [0.0], mask=0.0)])
     made = []
     for group in groups:
-        if not group:
-            continue
         multiple = pad_multiple
         if not packed:
-            unit = max(pad_multiple, 1)
             multiple = -(-max(map(len, group)) // unit) * unit
         layout = PackedLayout([len(s) for s in group], cp_size=cp_size, cp_rank=cp_rank, pad_multiple=multiple)
         made.append(

@@ -43,7 +43,7 @@ class _EngineActor:
 
 
 class PolicyGroup:
-    """All policy ranks; a call reaches every rank and returns rank 0's answer."""
+    """All policy ranks; a call reaches every rank and returns the answer of the last stage's first rank."""
 
     def __init__(self, config: RunConfig):
         with socket.socket() as probe:
@@ -52,13 +52,19 @@ class PolicyGroup:
         self._actors = [
             _PolicyActor.remote(config, rank, f"tcp://127.0.0.1:{port}") for rank in range(config.cluster.gpus_per_node)
         ]
+        stages = config.policy.megatron_cfg.pipeline_model_parallel_size
+        self._lead = len(self._actors) // stages * (stages - 1)  # Megatron numbers stages slowest
 
     def start(self, method: str, *args, **kwargs) -> list[ray.ObjectRef]:
         """One reference per rank, without waiting."""
         return [actor.call.remote(method, *args, **kwargs) for actor in self._actors]
 
     def call(self, method: str, *args, **kwargs):
-        return ray.get(self.start(method, *args, **kwargs))[0]
+        return ray.get(self.start(method, *args, **kwargs))[self._lead]
+
+    def lead(self, method: str, *args, **kwargs) -> ray.ObjectRef:
+        """Reference to the answer of the last stage's first rank; every rank works on it."""
+        return self.start(method, *args, **kwargs)[self._lead]
 
 
 class EngineHandle:

@@ -60,6 +60,7 @@ class MegatronConfig(Section):
 
     tensor_model_parallel_size: int = Field(1, ge=1)
     pipeline_model_parallel_size: int = Field(1, ge=1)
+    virtual_pipeline_model_parallel_size: int | None = Field(None, ge=2)  # model chunks a stage, interleaved
     context_parallel_size: int = Field(1, ge=1)
     sequence_parallel: bool = False
     activation_checkpointing: bool = False  # recompute every layer in the backward

@@ -2,11 +2,10 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from nemo_ext.config import AVAILABLE, ConfigError, default_taps, not_yet, show, taps_outside, validated
+from nemo_ext.config import ConfigError, default_taps, show, taps_outside, validated
 from nemo_ext.drafts.eagle3_config import Eagle3Config
 from nemo_ext.drafts.eagle3_folder import CONFIG, PICKLES, WEIGHTS, check_draft_folder, rope_type
 from nemo_ext.local.settings import RunConfig
@@ -126,12 +125,16 @@ def _draft_shape(config: RunConfig, policy: dict) -> Eagle3Config:
 def _layout(config: RunConfig) -> Iterator[str]:
     """Ranks and batches."""
     megatron, ranks = config.policy.megatron_cfg, config.cluster.gpus_per_node
-    for setting in AVAILABLE:
-        yield from not_yet(setting, attrgetter(setting)(config))
     if megatron.sequence_parallel and megatron.tensor_model_parallel_size == 1:
         yield (
             "policy.megatron_cfg.sequence_parallel is true but tensor_model_parallel_size is 1, whose ranks would share "
             "the sequence; set false or a larger size"
+        )
+    stages, virtual = megatron.pipeline_model_parallel_size, megatron.virtual_pipeline_model_parallel_size
+    if virtual and stages == 1:
+        yield (
+            f"policy.megatron_cfg.virtual_pipeline_model_parallel_size is {virtual} but pipeline_model_parallel_size is 1; "
+            "set null, or more stages"
         )
     model_ranks = megatron.model_ranks
     if ranks % model_ranks:
@@ -241,6 +244,13 @@ def _shards(config: RunConfig, policy: dict, draft: Eagle3Config) -> Iterator[st
         "the draft's intermediate_size": draft.intermediate_size,
         "policy.draft.draft_vocab_size": draft.draft_vocab_size,
     }
+    megatron = config.policy.megatron_cfg
+    chunks = megatron.pipeline_model_parallel_size * (megatron.virtual_pipeline_model_parallel_size or 1)
+    if policy["num_hidden_layers"] % chunks:
+        yield (
+            f"policy.megatron_cfg.pipeline_model_parallel_size * virtual_pipeline_model_parallel_size is {chunks}, which does "
+            f"not divide the policy's num_hidden_layers ({policy['num_hidden_layers']})"
+        )
     uneven = [f"{name} ({value})" for name, value in cut.items() if value % size]
     if uneven:
         yield f"policy.megatron_cfg.tensor_model_parallel_size is {size}, which does not divide {', '.join(uneven)}"

@@ -45,8 +45,8 @@ class Trainer:
     def refresh(self, version: int) -> float:
         """Sends policy and draft weights to the engine under `version`; seconds."""
         began = time.monotonic()
-        # The stream goes from rank 0's process to the engine's without passing through this one.
-        self._engine.call("refresh", version, self._policy.start("export")[0])
+        # The stream goes from the draft's rank to the engine's process without passing through this one.
+        self._engine.call("refresh", version, self._policy.lead("export"))
         self.version = version
         return time.monotonic() - began
 

@@ -61,7 +61,7 @@ def _done(start: Start) -> bool:
 
 
 # Settings of `policy.draft` that the warm-up's bytes do not follow from.
-_NOT_IN_DRAFT = {"enabled", "engine", "model_name", "trunk_residency", "trunk_budget_gb"}
+_NOT_IN_DRAFT = {"enabled", "engine", "model_name", "trunk_residency", "trunk_budget_gb", "tap_transport"}
 
 
 def _hash(config: RunConfig) -> str:

@@ -3,6 +3,8 @@
 Legend: T rows of this rank, E rows with halo, H hidden size, V this rank's shard of the vocabulary.
 """
 
+import math
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -12,7 +14,7 @@ from nemo_ext.local import megatron_cpu  # noqa: F401  (before megatron.core)
 
 # isort: split
 from nemo_ext.attention.core_attention import PackedParams
-from nemo_ext.cotrain import Eagle3Objective, draft_metrics, read_target
+from nemo_ext.cotrain import Eagle3Objective, draft_metrics, embed_rows, read_target
 from nemo_ext.drafts.eagle3 import Eagle3Draft
 from nemo_ext.drafts.eagle3_config import Eagle3Config
 from nemo_ext.drafts.eagle3_hf import export_eagle3, load_eagle3
@@ -25,7 +27,7 @@ from nemo_ext.local.parallel import ParallelSizes, destroy_parallel, init_parall
 from nemo_ext.local.policy import build_policy, policy_config
 from nemo_ext.local.schedule import forward_backward
 from nemo_ext.local.settings import RunConfig
-from nemo_ext.taps import TapCapture
+from nemo_ext.taps import Rows, TapChannel, open_channel
 
 
 class PolicyWorker:
@@ -46,10 +48,12 @@ class PolicyWorker:
                 pp=megatron.pipeline_model_parallel_size,
                 cp=megatron.context_parallel_size,
                 dp=config.cluster.gpus_per_node // megatron.model_ranks,
+                vpp=megatron.virtual_pipeline_model_parallel_size,
             ),
             seed=config.grpo.seed,
         )
-        self._draft = None
+        self._draft: Eagle3Draft | None = None
+        self._channel: TapChannel | None = None
 
     def load(
         self,
@@ -67,12 +71,17 @@ class PolicyWorker:
         config = policy_config(
             self._hf_config,
             groups,
+            vpp=policy.megatron_cfg.virtual_pipeline_model_parallel_size,
             sequence_parallel=policy.megatron_cfg.sequence_parallel,
             recompute=policy.megatron_cfg.activation_checkpointing,
         )
-        self._gpt = build_policy(self._hf_config, config, groups)
-        load_policy([self._gpt], self._hf_config, tensors, groups)
-        self._policy_ddp = wrap_ddp(self._gpt, config)
+        virtual = policy.megatron_cfg.virtual_pipeline_model_parallel_size
+        self._chunks = [
+            build_policy(self._hf_config, config, groups, vp_stage)
+            for vp_stage in (range(virtual) if virtual else [None])
+        ]
+        load_policy(self._chunks, self._hf_config, tensors, groups)
+        self._policy_ddp = [wrap_ddp(chunk, config) for chunk in self._chunks]
         self._policy_optimizer = self._optimizer(
             self._policy_ddp,
             policy.megatron_cfg.optimizer,
@@ -80,20 +89,25 @@ class PolicyWorker:
             policy.megatron_cfg.scheduler.lr_warmup_iters,
             groups.mp,
         )
+        self._close_channel()
         self._draft = None
         if draft_folder is None:
             return
         self._draft_hf_config, tensors = read_hf_folder(draft_folder)
-        self._draft = Eagle3Draft(Eagle3Config.from_hf(self._draft_hf_config), config, groups.tp)
+        shape = Eagle3Config.from_hf(self._draft_hf_config)
+        self._channel = self._open_channel(shape, config.params_dtype)
+        if groups.pp.rank() < groups.pp.size() - 1:
+            return
+        self._draft = Eagle3Draft(shape, config, groups.tp)
         load_eagle3(self._draft, tensors, groups.tp)
         # Wrapped apart from the policy and only then made its child: the policy's gradient buckets, norm and clip are
         # the same with a draft and without.
-        self._draft_ddp = wrap_ddp(self._draft, config)
+        self._draft_ddp = [wrap_ddp(self._draft, config)]
         settings = policy.draft.optimizer
         self._draft_optimizer = self._optimizer(
             self._draft_ddp, settings, draft_lr, settings.lr_warmup_iters, groups.tp
         )
-        self._gpt.draft_model = self._draft
+        self._chunks[-1].draft_model = self._draft
         self._objective = Eagle3Objective(
             self._draft,
             pass_weights=policy.draft.pass_weights,
@@ -105,9 +119,46 @@ class PolicyWorker:
             trunk_budget=policy.draft.trunk_budget_bytes,
         )
 
-    def _optimizer(self, ddp, settings, lr: float | None, lr_warmup_iters: int, norm_group):
+    def _open_channel(self, shape: Eagle3Config, dtype: torch.dtype) -> TapChannel:
+        """The taps' way to the last stage; its slots hold the largest microbatch that the settings allow."""
+        policy, groups = self._config.policy, self._groups
+        unit = math.lcm(2 * groups.cp.size(), self._pad_multiple)
+        longest = -(-policy.max_total_sequence_length // unit) * unit
+        if policy.sequence_packing.enabled:
+            pack_rows = max(policy.sequence_packing.train_mb_tokens, longest)
+        else:
+            pack_rows = policy.train_micro_batch_size * longest
+        rows = pack_rows // groups.cp.size()
+        halo_rows = 2 * self._halo_depth * (pack_rows // unit)  # two chunk ends of every sequence
+        return open_channel(
+            self._chunks,
+            shape.tap_layers,
+            groups.pp,
+            width=shape.hidden_size,
+            dtype=dtype,
+            max_rows=rows // (groups.tp.size() if policy.megatron_cfg.sequence_parallel else 1),
+            max_embedding_rows=min(pack_rows, rows + halo_rows),
+            transport=policy.draft.tap_transport,
+        )
+
+    @property
+    def _pad_multiple(self) -> int:
+        """Sequence parallelism cuts a rank's rows once more."""
+        groups = self._groups
+        return 2 * groups.cp.size() * groups.tp.size() if self._config.policy.megatron_cfg.sequence_parallel else 1
+
+    @property
+    def _halo_depth(self) -> int:
+        return Eagle3Objective.halo_depth(self._config.policy.draft.ttt_steps)
+
+    def _close_channel(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def _optimizer(self, ddp_chunks, settings, lr: float | None, lr_warmup_iters: int, norm_group):
         return build_optimizer(
-            [ddp],
+            ddp_chunks,
             lr=settings.lr if lr is None else lr,
             weight_decay=settings.weight_decay,
             betas=(settings.adam_beta1, settings.adam_beta2),
@@ -121,9 +172,11 @@ class PolicyWorker:
     def step(self, samples: list[Sample], plan: StepPlan) -> dict:
         """One optimizer step on the global batch (every rank gets all of it and takes its share).
 
-        Returns the step's metrics, equal on all ranks; keys of models that did not learn are absent.
+        Returns the step's metrics, equal on all ranks of the last stage; the other stages know the policy's gradient
+        norm alone.
         """
-        with_draft = plan.train_draft and self._draft is not None
+        with_taps = plan.train_draft and self._channel is not None
+        with_draft = with_taps and self._draft is not None
         batches = self._microbatches(samples)
         tokens = sum(sample.mask * len(sample.response) for sample in samples)
         denominator = self._draft_denominator(batches) if with_draft else None
@@ -131,18 +184,23 @@ class PolicyWorker:
         if with_draft:
             self._draft_optimizer.zero_grad()
 
-        sums = forward_backward(
-            [self._policy_ddp], self._forward_step(plan, max(tokens, 1.0), denominator), batches, self._groups
-        )
+        scattered = self._groups.tp.size() if self._config.policy.megatron_cfg.sequence_parallel else 1
+        rows = [Rows(b.layout.local_total // scattered, len(b.layout.halo(self._halo_depth).rows)) for b in batches]
+        with self._channel.step(rows) if with_taps else nullcontext():
+            sums = forward_backward(
+                self._policy_ddp, self._forward_step(plan, max(tokens, 1.0), denominator), batches, self._groups
+            )
         metrics: dict = {}
-        policy_sums = self._reduce(torch.stack([s["policy"] for s in sums]).sum(0))
         if plan.train_policy:
-            finalize_grads([self._policy_ddp], self._groups)
+            finalize_grads(self._policy_ddp, self._groups)
             metrics["grad_norm"] = self._policy_optimizer.step()
-            loss, ratio, clipped, kl = (policy_sums / max(tokens, 1.0)).tolist()
-            metrics |= {"policy_loss": loss, "ratio_mean": ratio, "clipped_share": clipped, "sampler_kl": kl}
+        if not sums:
+            return metrics
+        policy_sums = self._reduce(torch.stack([s["policy"] for s in sums]).sum(0))
+        loss, ratio, clipped, kl = (policy_sums / max(tokens, 1.0)).tolist()
+        metrics |= {"policy_loss": loss, "ratio_mean": ratio, "clipped_share": clipped, "sampler_kl": kl}
         if with_draft:
-            finalize_grads([self._draft_ddp], self._groups)
+            finalize_grads(self._draft_ddp, self._groups)
             metrics["draft_grad_norm"] = self._draft_optimizer.step()
             draft_sums = self._reduce(torch.stack([s["draft"] for s in sums]).sum(0))
             metrics |= draft_metrics(draft_sums, self._objective.pass_weights)
@@ -157,8 +215,8 @@ class PolicyWorker:
             max_sequences=policy.train_micro_batch_size,
             cp_size=groups.cp.size(),
             cp_rank=groups.cp.rank(),
-            # Sequence parallelism cuts a rank's rows once more.
-            pad_multiple=2 * groups.cp.size() * groups.tp.size() if policy.megatron_cfg.sequence_parallel else 1,
+            pad_multiple=self._pad_multiple,
+            count_multiple=groups.pp.size() if policy.megatron_cfg.virtual_pipeline_model_parallel_size else 1,
         )
 
     def _draft_denominator(self, batches: list[Microbatch]) -> torch.Tensor:
@@ -167,15 +225,13 @@ class PolicyWorker:
         return self._objective.denominator(self._reduce(count_P))
 
     def _forward_step(self, plan: StepPlan, tokens: float, denominator: torch.Tensor | None):
-        config, groups = self._config, self._groups
+        config, groups, channel = self._config, self._groups, self._channel
 
         def forward_step(data_iterator, model):
             batch: Microbatch = next(data_iterator)
-            tokens_T = batch.tokens_R[batch.layout.local_rows]
-            capture = TapCapture(self._gpt, self._draft.cfg.tap_layers if denominator is not None else ())
-            with capture:
-                logits_1TV = model(
-                    input_ids=tokens_T[None],
+            with channel.forward(model, lambda: self._embedding(batch)) if channel else nullcontext() as landing:
+                output = model(
+                    input_ids=batch.tokens_R[batch.layout.local_rows][None],
                     position_ids=None,
                     attention_mask=None,
                     packed_seq_params=PackedParams.of(batch.layout),
@@ -197,37 +253,42 @@ class PolicyWorker:
                     policy = supervised_loss(log_prob_T, batch, tokens=tokens)
                 total, sums = policy.loss, {"policy": policy.sums()}
                 if denominator is not None:
-                    halo = self._objective.halo(batch.layout)
-                    target = read_target(
-                        self._gpt, capture, batch.tokens_R[halo.rows], logits_1TV.squeeze(0), groups.tp
-                    )
+                    target = read_target(self._chunks[-1], landing, logits_1TV.squeeze(0), groups.tp)
                     draft = self._objective.loss(batch.layout, batch.label_mask_R, target, denominator)
                     weighted = config.policy.draft.loss_weight * draft.loss
-                    total = total + weighted if plan.train_policy else weighted
+                    total = landing.freed_after(total + weighted if plan.train_policy else weighted)
                     sums["draft"] = draft.sums()
                 return total, torch.ones((), dtype=torch.int), sums
 
-            return logits_1TV, loss_function
+            return output, loss_function
 
         return forward_step
+
+    def _embedding(self, batch: Microbatch) -> torch.Tensor:
+        """Embedding rows with halo, on the first stage, which has all ids: a lookup."""
+        ids_E = batch.tokens_R[batch.layout.halo(self._halo_depth).rows]
+        return embed_rows(self._chunks[0].embedding.word_embeddings, ids_E, self._groups.tp)
 
     def _reduce(self, x: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(x, group=self._groups.dp_cp)
         return x
 
     def export(self) -> list[tuple[str, torch.Tensor]] | None:
-        """The refresh stream: policy tensors, then the draft's under `draft.`; whole on rank 0, None elsewhere."""
-        stream = list(export_policy([self._gpt], self._hf_config, self._groups))
+        """The refresh stream: policy tensors, then the draft's under `draft.`; whole on the last stage's first rank,
+        None elsewhere."""
+        groups = self._groups
+        stream = list(export_policy(self._chunks, self._hf_config, groups))
         if self._draft is not None:
-            stream += [(f"draft.{name}", t.clone()) for name, t in export_eagle3(self._draft, self._groups.tp)]
-        return stream if dist.get_rank() == 0 else None
+            stream += [(f"draft.{name}", t.clone()) for name, t in export_eagle3(self._draft, groups.tp)]
+        first = groups.tp.rank() == 0 and groups.dp_cp.rank() == 0
+        return stream if first and groups.pp.rank() == groups.pp.size() - 1 else None
 
     def digest(self) -> str:
         """SHA-256 of the policy's full weights."""
-        return policy_digest(export_policy([self._gpt], self._hf_config, self._groups))
+        return policy_digest(export_policy(self._chunks, self._hf_config, self._groups))
 
     def save(self, folder: str, tokenizer_folder: str) -> None:
-        """Writes a checkpoint: both models as Hugging Face folders (rank 0), and this rank's optimizer states."""
+        """Writes a checkpoint: both models as Hugging Face folders, and this rank's optimizer states."""
         stream = self.export()
         if stream is not None:
             policy = {name: t for name, t in stream if not name.startswith("draft.")}
@@ -249,4 +310,5 @@ class PolicyWorker:
             self._draft_optimizer.load_state_dict(state["draft"])
 
     def close(self) -> None:
+        self._close_channel()
         destroy_parallel()

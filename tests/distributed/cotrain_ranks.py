@@ -11,7 +11,7 @@ from nemo_ext.local.worker import PolicyWorker
 
 @dataclass(frozen=True)
 class Seen:
-    """What rank 0 saw of some joint steps."""
+    """What the last stage's first rank saw of some joint steps."""
 
     metrics: list[dict]
     digests: list[str]
@@ -37,10 +37,10 @@ def joint_steps(rank, world_size, settings, policy, draft, batches: list[list[Sa
         gradients = None
         if draft is not None and plan.train_draft:
             with torch.no_grad():
-                for parameter in worker._draft.parameters():
+                for parameter in worker._draft.parameters() if worker._draft else ():
                     parameter.copy_(parameter.main_grad)
             gradients = worker.export()
-        if rank != 0:
+        if weights is None:
             return None
         only_draft = {name: t for name, t in gradients or [] if name.startswith("draft.")}
         return Seen(metrics, digests, only_draft, dict(weights))
@@ -66,4 +66,4 @@ def resumed_steps(rank, world_size, settings, policy, draft, batches, plan, fold
             results.append((digests, dict(worker.export() or [])))
         finally:
             worker.close()
-    return tuple(results) if rank == 0 else None
+    return tuple(results) if results[0][1] else None

@@ -70,8 +70,9 @@ def batches():
 
 
 def settings(
-    *, tp=1, dp=1, cp=1, sp=False, packed=True, enabled=True, recompute=False, temperature=1.0, mb_tokens=40, residency="auto"
-):
+    *, tp=1, dp=1, cp=1, pp=1, vpp=None, sp=False, packed=True, enabled=True, recompute=False, temperature=1.0,
+    mb_tokens=40, residency="auto",
+):  # fmt: skip
     """A run's settings by layout. The draft's clip is out of the way, so that gradients can be compared."""
     return {
         "policy": {
@@ -82,6 +83,8 @@ def settings(
             "sequence_packing": {"enabled": packed, "train_mb_tokens": mb_tokens},
             "megatron_cfg": {
                 "tensor_model_parallel_size": tp,
+                "pipeline_model_parallel_size": pp,
+                "virtual_pipeline_model_parallel_size": vpp,
                 "context_parallel_size": cp,
                 "sequence_parallel": sp,
                 "activation_checkpointing": recompute,
@@ -101,13 +104,14 @@ def settings(
         "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 2, "max_num_steps": 1, "seed": 1},
         "data": {"tasks": [{"name": "chain_sum"}], "warmup": {"policy_steps": 0, "draft_steps": 0, "batch_size": 1}},
         "logger": {"run_name": "test"},
-        "cluster": {"gpus_per_node": tp * dp * cp},
+        "cluster": {"gpus_per_node": tp * dp * cp * pp},
     }
 
 
 def run(pool, start, batches, draft="draft", plan=GRPO, **layout):
     folder = start[draft] if draft else None
-    return pool.run(joint_steps, settings(**layout), start["policy"], folder, copy.deepcopy(batches), plan)[0]
+    seen = pool.run(joint_steps, settings(**layout), start["policy"], folder, copy.deepcopy(batches), plan)
+    return next(each for each in seen if each is not None)
 
 
 def assert_same(got, want):
@@ -170,6 +174,21 @@ def test_four_ranks_with_cp_equal_one(four_ranks, start, batches, references, la
     assert_same(got, references["reduced", 0.7])
 
 
+PIPELINES = [{"pp": 2}, {"pp": 2, "vpp": 2}, {"pp": 2, "recompute": True, "packed": False}]
+
+
+@pytest.mark.parametrize("layout", PIPELINES)
+def test_pipeline_of_two_equals_one_rank(two_ranks, start, batches, references, layout):
+    got = run(two_ranks, start, batches, draft="reduced", temperature=0.7, **layout)
+    assert_same(got, references["reduced", 0.7])
+
+
+@pytest.mark.parametrize("layout", [{"pp": 4}, {"pp": 2, "cp": 2}, {"pp": 2, "tp": 2, "sp": True}, {"pp": 2, "dp": 2}])
+def test_pipelines_on_four_ranks_equal_one_rank(four_ranks, start, batches, references, layout):
+    got = run(four_ranks, start, batches, draft="reduced", temperature=0.7, **layout)
+    assert_same(got, references["reduced", 0.7])
+
+
 @pytest.mark.parametrize("layout", [{"packed": False}, {"mb_tokens": 1000}, {"mb_tokens": 1}])
 def test_microbatches_and_padding_change_nothing(one_rank, start, batches, references, layout):
     assert_same(run(one_rank, start, batches, **layout), references["draft", 1.0])
@@ -181,7 +200,7 @@ def test_recompute_changes_no_bit(one_rank, start, batches, references):
     assert all(torch.equal(got.weights[name], t) for name, t in want.weights.items())
 
 
-@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"dp": 2}, {"cp": 2}, {"packed": False}, {"recompute": True}])
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"dp": 2}, {"cp": 2}, *PIPELINES, {"packed": False}, {"recompute": True}])
 def test_policy_digests_are_bitwise_those_without_a_draft(ranks_of, start, batches, layout):
     pool = ranks_of(layout)
     with_draft = run(pool, start, batches, **layout)
@@ -196,10 +215,10 @@ def ranks_of(one_rank, two_ranks):
     return lambda layout: two_ranks if 2 in layout.values() else one_rank
 
 
-@pytest.mark.parametrize("layout", [{}, {"tp": 2}])
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"pp": 2}])
 def test_resume_continues_bitwise(ranks_of, start, batches, tmp_path, layout):
     args = (settings(**layout), start["policy"], start["reduced"], copy.deepcopy(batches), GRPO, str(tmp_path), 2)
-    straight, resumed = ranks_of(layout).run(resumed_steps, *args)[0]
+    straight, resumed = next(each for each in ranks_of(layout).run(resumed_steps, *args) if each is not None)
     assert resumed[0] == straight[0]
     assert resumed[1].keys() == straight[1].keys()
     assert all(torch.equal(resumed[1][name], t) for name, t in straight[1].items())

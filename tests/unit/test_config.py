@@ -129,10 +129,10 @@ def test_taps_beyond_the_policy_name_its_last_layer():
 
 
 def test_not_yet_lets_available_values_and_other_settings_through():
-    assert not_yet("policy.megatron_cfg.pipeline_model_parallel_size", 1) == []
+    assert not_yet("policy.draft.speculator_type", "eagle3") == []
     assert not_yet("policy.megatron_cfg.tensor_model_parallel_size", 8) == []
-    (line,) = not_yet("policy.megatron_cfg.pipeline_model_parallel_size", 2)
-    assert line.endswith("pipeline_model_parallel_size is 2, which is not available yet in this version; set 1")
+    (line,) = not_yet("policy.draft.speculator_type", "dflash")
+    assert line.endswith("speculator_type is dflash, which is not available yet in this version; set eagle3")
 
 
 def test_shown_values_are_short():

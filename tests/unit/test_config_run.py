@@ -67,8 +67,10 @@ def test_a_fresh_policys_hf_config_is_what_transformers_reads(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["policy.megatron_cfg.pipeline_model_parallel_size=2", "cluster.gpus_per_node=2"],
-         "policy.megatron_cfg.pipeline_model_parallel_size is 2, which is not available yet in this version; set 1"),
+        (["policy.megatron_cfg.pipeline_model_parallel_size=4", "cluster.gpus_per_node=4"],
+         "policy.megatron_cfg.pipeline_model_parallel_size * virtual_pipeline_model_parallel_size is 4, which does not "),
+        (["policy.megatron_cfg.virtual_pipeline_model_parallel_size=2"],
+         "policy.megatron_cfg.virtual_pipeline_model_parallel_size is 2 but pipeline_model_parallel_size is 1"),
         (["policy.megatron_cfg.sequence_parallel=true"],
          "policy.megatron_cfg.sequence_parallel is true but tensor_model_parallel_size is 1"),
         (["policy.megatron_cfg.tensor_model_parallel_size=2"],
