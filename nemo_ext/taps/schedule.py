@@ -63,13 +63,19 @@ def in_flight(pipeline: Pipeline, stage: int, chunk: int) -> int:
     """
     if pipeline.chunks == 1:
         return warmup(pipeline, stage) + 1
-    # The order of backwards is that of forwards with the chunks reversed. Four groups show every phase.
-    order = forward_order(pipeline, 4 * (pipeline.group or pipeline.stages))
-    ahead = warmup(pipeline, stage)
+    # Three groups show every phase; Megatron takes a last, smaller one of at least as many microbatches as stages.
+    group = pipeline.group or pipeline.stages
+    batches = [3 * group, *(2 * group + rest for rest in range(pipeline.stages, group))]
+    return max(_in_flight(pipeline, stage, chunk, microbatches) for microbatches in batches)
+
+
+def _in_flight(pipeline: Pipeline, stage: int, chunk: int, microbatches: int) -> int:
+    order, ahead = forward_order(pipeline, microbatches), warmup(pipeline, stage)
     most = forwarded = backwarded = 0
     for step, (_, chunk_forward) in enumerate(order):
         forwarded += chunk_forward == chunk
         most = max(most, forwarded - backwarded)
         if step >= ahead:
+            # Backwards come in the order of forwards, with the chunks reversed.
             backwarded += pipeline.chunks - 1 - order[step - ahead][1] == chunk
     return most

@@ -75,7 +75,9 @@ def consume(channel, step: int, rows: list[Rows], pause_s: float = 0.0) -> None:
         # Nobody wrote into a slot while it was in use.
         for stream in channel.plan.streams:
             n = rows_of(channel, stream, rows[microbatch])
-            assert torch.equal(channel.take(stream, microbatch), content(stream, step, microbatch, n, channel.plan.dtype))
+            assert torch.equal(
+                channel.take(stream, microbatch), content(stream, step, microbatch, n, channel.plan.dtype)
+            )
         channel.free(microbatch)
 
 

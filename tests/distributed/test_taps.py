@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from tests.distributed import taps_ranks
 
 REMOTE = ("shm", "p2p", "nixl")
