@@ -1,6 +1,5 @@
 """Taps: detached hidden states of chosen decoder layers, on their way to the draft."""
 
-from nemo_ext.taps.capture import TapCapture
 from nemo_ext.taps.channel import TapChannel, TapStats, open_channel
 from nemo_ext.taps.errors import PlanMismatch, StageLost, TapError, TapTimeout, TransportUnavailable
 from nemo_ext.taps.landing import Landing
@@ -11,7 +10,6 @@ __all__ = [
     "PlanMismatch",
     "Rows",
     "StageLost",
-    "TapCapture",
     "TapChannel",
     "TapError",
     "TapStats",
