@@ -23,7 +23,8 @@ class BlockConfig:
         layer_types: `full_attention` or `sliding_attention` per layer.
         sliding_window: keys at this distance from the slot or further are not seen by sliding layers.
         causal: whether a slot sees earlier slots only, in all layers; None: in sliding layers it does, in full ones not.
-        logit_scale, logit_softcap: the target's transform of its logits, which the draft's go through as well.
+        logit_scale: what the draft's logits are multiplied by. A target's soft cap is not among what these drafts are
+            served with.
         sample_from_anchor: the anchor's own slot predicts too (DSpark), so that a block has gamma rows and not gamma + 1.
         markov_rank, confidence_head, confidence_with_markov: DSpark's heads; 0 and False for DFlash.
     """
@@ -47,7 +48,6 @@ class BlockConfig:
     sliding_window: int | None = None
     causal: bool | None = None
     logit_scale: float = 1.0
-    logit_softcap: float | None = None
     sample_from_anchor: bool = False
     markov_rank: int = 0
     confidence_head: bool = False
@@ -110,7 +110,6 @@ class BlockConfig:
             rms_norm_eps=policy["rms_norm_eps"],
             max_position_embeddings=policy["max_position_embeddings"],
             logit_scale=policy.get("logit_scale", 1.0),
-            logit_softcap=policy.get("final_logit_softcapping"),
             markov_rank=markov_rank if kind == "dspark" else 0,
             **flags,
         )
@@ -154,7 +153,6 @@ class BlockConfig:
             sliding_window=window,
             causal=causal,
             logit_scale=config.get("logit_scale", 1.0),
-            logit_softcap=config.get("final_logit_softcapping"),
             sample_from_anchor=from_anchor,
         )
         return shape if kind == "dflash" else _with_heads(shape, config)
@@ -197,7 +195,6 @@ class BlockConfig:
             "attention_bias": False,
             "tie_word_embeddings": False,
             "logit_scale": self.logit_scale,
-            "final_logit_softcapping": self.logit_softcap,
             "torch_dtype": dtype,
         }
         if self.kind == "dspark":
@@ -255,8 +252,10 @@ def _attention(config: dict) -> tuple[tuple[str, ...], int | None, bool | None]:
         types = [SLIDING if window is not None and i >= first else FULL for i in range(layers)]
     if len(types) != layers or set(types) - {FULL, SLIDING}:
         raise _wrong(f"layer_types is {types}; it must have {FULL} or {SLIDING} for each of {layers} layers")
+    causal = config["is_causal"] if config.get("is_causal") is not None else dflash.get("causal")
     if dflash.get("use_swa") and SLIDING not in types:
-        types = [SLIDING] * layers
+        # Layers that slide by this flag alone are full ones to the default of `causal`.
+        types, causal = [SLIDING] * layers, bool(causal)
     if SLIDING in types:
         window = dflash.get("swa_window_size", window)
         if not isinstance(window, int) or window < 1:
@@ -266,7 +265,6 @@ def _attention(config: dict) -> tuple[tuple[str, ...], int | None, bool | None]:
             )
     else:
         window = None
-    causal = config["is_causal"] if config.get("is_causal") is not None else dflash.get("causal")
     return tuple(types), window, None if causal is None else bool(causal)
 
 

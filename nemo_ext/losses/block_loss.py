@@ -65,7 +65,7 @@ def block_loss(
     *,
     markov_NR: torch.Tensor | None = None,
     markov_head_UR: torch.Tensor | None = None,
-    transform: LogitTransform = UNCHANGED,
+    logit_scale: float = 1.0,
     temperature: float = 1.0,
     tp_group: dist.ProcessGroup | None = None,
     chunk_rows: int = 256,
@@ -82,21 +82,21 @@ def block_loss(
         head_UH: this rank's shard of the head that the draft is served with; takes a gradient if it asks for one.
         weight_N: mask * slot weight / global denominator, in the loss's own precision.
         markov_NR, markov_head_UR: `W1` rows of the token before each slot, replicated, and this rank's shard of `W2`
-            (contract C.2); None without a Markov head. The transform applies to each summand, as vLLM has it.
-        transform: of the student's logits.
+            (contract C.2); None without a Markov head.
+        logit_scale: of the student's logits, the Markov head's summand included, as vLLM serves them.
         temperature: divides both sides, as vLLM does when it samples.
         tp_group: group that shards the vocabulary.
         chunk_rows: rows whose logits exist at once.
     """
     weight_N = weight_N.detach()
-    fixed = (teacher, weight_N, terms, transform, temperature, tp_group, chunk_rows)
+    fixed = (teacher, weight_N, terms, logit_scale, temperature, tp_group, chunk_rows)
     return BlockLossRows(*_BlockLoss.apply(student_NH, head_UH, markov_NR, markov_head_UR, fixed))
 
 
 class _BlockLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, student_NH, head_UH, markov_NR, markov_head_UR, fixed):
-        teacher, weight_N, terms, transform, temperature, group, chunk = fixed
+        teacher, weight_N, terms, logit_scale, temperature, group, chunk = fixed
         reduce_ = reducer(group)
         acc = torch.promote_types(student_NH.dtype, torch.float32)
         weight_N = weight_N.to(acc)
@@ -114,12 +114,8 @@ class _BlockLoss(torch.autograd.Function):
 
         for rows_n in torch.nonzero(weight_N).flatten().split(chunk):
             q_nU, mass_n = _target(teacher, rows_n, temperature, acc, reduce_)
-            logits_nU, slopes = None, []
-            for x, w in parts:
-                y_nU = transform.apply_((x[rows_n] @ w.T).to(acc))
-                slopes.append(transform.slope(y_nU))
-                logits_nU = y_nU if logits_nU is None else logits_nU.add_(y_nU)
-            log_p_nU, _ = log_softmax_(logits_nU.div_(temperature), reduce_)
+            logits_nU = sum((x[rows_n] @ w.T).to(acc) for x, w in parts)
+            log_p_nU, _ = log_softmax_(logits_nU.mul_(logit_scale / temperature), reduce_)
             p_nU = log_p_nU.exp()
             if terms.hard_labels:
                 inside_n, label_n = _own_labels(labels_N[rows_n], p_nU.shape[-1], acc)
@@ -144,13 +140,12 @@ class _BlockLoss(torch.autograd.Function):
             if terms.hard_labels:
                 dlogits_nU.addcmul_(p_nU, (terms.cross_entropy * whole_n)[:, None].expand_as(p_nU))
                 dlogits_nU.scatter_add_(-1, label_n[:, None], -(terms.cross_entropy * inside_n)[:, None])
-            dlogits_nU.mul_((weight_N[rows_n] / temperature)[:, None])
-            for (x, w), slope, (grad_x, grad_w) in zip(parts, slopes, grads, strict=True):
-                dy_nU = dlogits_nU if isinstance(slope, float) and slope == 1.0 else dlogits_nU * slope
+            dlogits_nU.mul_((weight_N[rows_n] * (logit_scale / temperature))[:, None])
+            for (x, w), (grad_x, grad_w) in zip(parts, grads, strict=True):
                 if grad_x is not None:
-                    grad_x[rows_n] = reduce_(dy_nU.to(x.dtype) @ w)
+                    grad_x[rows_n] = reduce_(dlogits_nU.to(x.dtype) @ w)
                 if grad_w is not None:
-                    grad_w.addmm_(dy_nU.T, x[rows_n].to(acc))
+                    grad_w.addmm_(dlogits_nU.T, x[rows_n].to(acc))
 
         flat = [grad for pair in grads for grad in pair] + [None] * (4 - 2 * len(parts))
         dtypes = [x.dtype for pair in parts for x in pair]

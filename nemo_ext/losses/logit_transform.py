@@ -20,11 +20,5 @@ class LogitTransform(NamedTuple):
             x_nU.div_(self.softcap).tanh_().mul_(self.softcap)
         return x_nU if self.scale == 1.0 else x_nU.mul_(self.scale)
 
-    def slope(self, y_nU: torch.Tensor) -> torch.Tensor | float:
-        """The derivative where the transform gave `y_nU`."""
-        if self.softcap is None:
-            return self.scale
-        return (y_nU / (self.scale * self.softcap)).square_().neg_().add_(1.0).mul_(self.scale)
-
 
 UNCHANGED = LogitTransform()

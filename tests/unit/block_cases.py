@@ -46,11 +46,11 @@ SHAPES = {
     "dflash-window-both-ways": make_config("dflash", layer_types=(SLIDING, SLIDING), sliding_window=3, causal=False),
     "dflash-mixed": make_config("dflash", layer_types=(FULL, SLIDING), sliding_window=5),
     "dflash-causal-reduced": make_config("dflash", causal=True, draft_vocab_size=12),
-    "dflash-capped": make_config("dflash", logit_scale=0.7, logit_softcap=4.0, gamma=1),
+    "dflash-scaled": make_config("dflash", logit_scale=0.7, gamma=1),
     "dspark": make_config("dspark"),
     "dspark-bonus-anchor": make_config("dspark", sample_from_anchor=False, confidence_with_markov=False),
     "dspark-reduced-window": make_config(
-        "dspark", draft_vocab_size=12, layer_types=(SLIDING, SLIDING), sliding_window=4, logit_softcap=5.0
+        "dspark", draft_vocab_size=12, layer_types=(SLIDING, SLIDING), sliding_window=4, logit_scale=0.8
     ),
     "dspark-no-confidence": make_config("dspark", confidence_head=False, confidence_with_markov=False),
 }
@@ -122,7 +122,7 @@ def make_objective(draft, terms: LossTerms | None = None, **options) -> BlockObj
         "seed": 11,
         "terms": terms or (DSPARK_TERMS if cfg.kind == "dspark" else LossTerms()),
         "confidence_alpha": 1.0 if cfg.confidence_head else 0.0,
-        "target_transform": LogitTransform(cfg.logit_scale, cfg.logit_softcap),
+        "target_transform": LogitTransform(0.9, softcap=4.0),
         "chunk_rows": 5,
     }
     return BlockObjective(draft, **settings | options)
@@ -176,17 +176,17 @@ def dense_loss(cfg: BlockConfig, tensors, pack: Pack, objective: BlockObjective,
     )[:, cfg.block_size - cfg.gamma :]  # fmt: skip
     targets = block_targets(ids_T, mask_T, pack.lengths, sequences, positions, cfg.gamma)
     d2t = tensors.get("d2t")
-    transform = {"multiplier": cfg.logit_scale, "softcap": cfg.logit_softcap}
+    transform = objective.target_transform
     head = tensors["lm_head.weight"] if cfg.reduced_vocab else pack.head_VH
-    teacher = head_logits(torch.cat(pack.hidden), pack.head_VH, **transform)
-    logits, confidence = head_logits(hidden, head, **transform), None
+    teacher = head_logits(torch.cat(pack.hidden), pack.head_VH, multiplier=transform.scale, softcap=transform.softcap)
+    logits, confidence = head_logits(hidden, head, multiplier=cfg.logit_scale), None
     weights = torch.tensor(objective.slot_weights, dtype=torch.float64)
     if cfg.kind == "dspark":
         _, confidence = dense_dspark_heads(
             tensors, hidden, targets.previous_ids, head, confidence_with_markov=cfg.confidence_with_markov
         )
         markov = tensors["markov_head.markov_w1.weight"][targets.previous_ids]
-        logits = logits + head_logits(markov, tensors["markov_head.markov_w2.weight"], **transform)
+        logits = logits + head_logits(markov, tensors["markov_head.markov_w2.weight"], multiplier=cfg.logit_scale)
         terms = objective.terms
         loss, parts, counts = dense_dspark_loss(
             logits, confidence, teacher, targets, ce_alpha=terms.cross_entropy, tv_alpha=terms.total_variation,
