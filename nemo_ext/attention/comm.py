@@ -23,14 +23,16 @@ class Hop:
         self._works, self._failures = works, failures  # and what to say when that work fails
 
     def wait(self) -> list[torch.Tensor]:
-        """The received tensors. Raises RingError when a neighbour does not answer within the group's timeout."""
+        """The received tensors, once. Raises RingError when a neighbour does not answer within the group's timeout."""
         for work, failure in zip(self._works, self._failures, strict=True):
             try:
                 work.wait()
             except RuntimeError as error:
                 raise RingError(f"{failure}: {_cause(error)}") from error
-        self._sent = self._works = self._failures = ()
-        return self._received
+        received = self._received
+        # Not held any longer than the caller holds them.
+        self._sent = self._received = self._works = self._failures = ()
+        return received
 
 
 class RingComm:

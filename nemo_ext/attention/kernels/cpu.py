@@ -18,7 +18,7 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 BAND = 128  # rows of a band's part
-TILE = 8192  # rows of queries and of keys of one call: bounds what a call allocates
+TILE = 2048  # rows of queries and of keys of one call: bounds what a call allocates
 GATHERED = TILE  # key rows that one call may copy together; so parts of one rectangle never share a call
 
 
