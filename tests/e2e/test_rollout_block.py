@@ -46,12 +46,13 @@ def test_greedy_with_draft_equals_greedy_without(served, plain_greedy):
     assert drafted.weights_version == 7
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_samples_follow_the_policys_distribution(served, policy, temperature):
-    engine, _ = served
-    rollouts = sample(engine, temperature)
-    assert 1.3 < rollouts.accept.accepted_length < 4
-    assert p_value(rollouts, policy, temperature) > 1e-3
+def test_samples_follow_the_policys_distribution(served, policy):
+    engine, draft = served
+    # The proposer of our own at another temperature too, which scales what each slot is drawn from.
+    for temperature in (1.0, 0.7) if "markov_rank" in draft.config else (1.0,):
+        rollouts = sample(engine, temperature)
+        assert 1.3 < rollouts.accept.accepted_length < 4
+        assert p_value(rollouts, policy, temperature) > 1e-3
 
 
 def refreshed(draft: Model, seed: int) -> Model:
@@ -116,15 +117,6 @@ def test_a_refresh_in_bfloat16_leaves_the_targets_head_alone(start_engine, make_
         assert torch.equal(got[name], tensor if keeps_type else tensor.bfloat16()), name
     drafted = {token for block in capture_blocks(engine, PROMPTS[:3], 8)[0] for token in block.token_ids[-4:]}
     assert drafted <= set(range(10, 42))
-
-
-def test_a_reduced_vocabulary_without_a_head_is_refused(start_engine, make_policy, make_block_draft):
-    """vLLM would serve it with the target's head, whose rows are other tokens."""
-    policy = make_policy()
-    draft = make_block_draft(policy, draft_vocab_size=32)
-    models.write_model(draft.folder, draft.config, {k: v for k, v in draft.tensors.items() if k != "lm_head.weight"})
-    with pytest.raises(RefreshError, match="draft_vocab_size is 32 but the draft's folder has no lm_head.weight"):
-        start_engine(policy, draft)
 
 
 def test_the_cpu_proposer_refuses_where_vllm_serves_dspark_itself():

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from nemo_ext.rollout.draft_model import (
+    check_reduced_vocabulary,
     find_draft_model,
     load_in_place,
     private_copy,
@@ -171,6 +172,17 @@ def test_a_shared_head_with_other_rows_names_the_setting():
     draft.lm_head = target.lm_head
     with pytest.raises(RefreshError, match="draft.lm_head.weight has 2 rows.*draft_load_config"):
         unshare(draft, target, ["lm_head.weight"], {"lm_head.weight": (2, 3)})
+
+
+def test_a_reduced_vocabulary_with_the_targets_head_is_refused():
+    target, draft = Model(), Model()
+    draft.config = SimpleNamespace(draft_vocab_size=2)
+    check_reduced_vocabulary(draft, target)
+    draft.lm_head = target.lm_head
+    with pytest.raises(RefreshError, match="draft_vocab_size is 2 but the draft's folder has no lm_head.weight"):
+        check_reduced_vocabulary(draft, target)
+    draft.config.draft_vocab_size = 4
+    check_reduced_vocabulary(draft, target)
 
 
 def test_a_private_copy_keeps_what_vllm_put_on_parameters():
