@@ -14,7 +14,11 @@ from pathlib import Path
 from nemo_ext.config import ConfigError, nearest
 
 # Benchmark -> module with `main(argv) -> exit code`.
-BENCHES: dict[str, str] = {}
+BENCHES: dict[str, str] = {
+    "loss": "nemo_ext.losses.bench",
+    "ring": "nemo_ext.attention.bench",
+    "taps": "nemo_ext.local.bench_taps",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,10 +68,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     report.add_argument("folder", metavar="RUN", type=Path, help="folder of a run, or of compare")
     report.add_argument("--picture", metavar="FILE", type=Path, help="draw the accepted length too (.png or .svg)")
 
-    if BENCHES:
-        bench = command("bench", _bench, f"Measure one part: {', '.join(BENCHES)}.", add_help=False)
-        bench.add_argument("name", metavar="NAME")
-        bench.set_defaults(overrides=[])
+    bench = command("bench", _bench, f"Measure one part: {', '.join(BENCHES)}.", add_help=False)
+    bench.add_argument("name", metavar="NAME")
+    bench.set_defaults(overrides=[])
 
     command("version", _version, "Print the version.")
 
