@@ -1,0 +1,53 @@
+"""The check of a NeMo-RL run whose draft this package trains: whole, once, before anything starts."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from nemo_ext.config import ConfigError, DraftConfig, show, validated
+from nemo_ext.nemo_rl.support import at, broken_limits
+
+SPECULATIVE = "policy.generation.vllm_kwargs.speculative_config"
+
+
+def draft_settings(policy: Mapping[str, Any]) -> DraftConfig:
+    """`policy.draft`, checked by itself. Raises ConfigError."""
+    return validated(DraftConfig, dict(policy["draft"]), "policy.draft")
+
+
+def check_run(policy: Mapping[str, Any]) -> DraftConfig:
+    """`policy.draft`, checked against everything else under `policy`.
+
+    A draft that is not enabled asks nothing of the rest.
+
+    Raises:
+        ConfigError: a line for everything that does not work together.
+    """
+    draft = draft_settings(policy)
+    lines = [*broken_limits(policy), *_speculation(policy, draft)] if draft.enabled else []
+    if lines:
+        raise ConfigError(*lines)
+    return draft
+
+
+def _speculation(policy: Mapping[str, Any], draft: DraftConfig) -> Iterator[str]:
+    speculative = at(policy, "generation.vllm_kwargs.speculative_config")
+    if not speculative:
+        yield (
+            f"policy.draft.enabled is true but {SPECULATIVE} is {show(speculative)}, so nothing would serve the draft; "
+            f"set its method: {draft.speculator_type} and num_speculative_tokens"
+        )
+        return
+    method, tokens = speculative.get("method"), speculative.get("num_speculative_tokens")
+    if method != draft.speculator_type:
+        yield (
+            f"{SPECULATIVE}.method is {show(method)} but policy.draft.speculator_type is {draft.speculator_type}; "
+            "set both alike"
+        )
+    if not isinstance(tokens, int) or tokens < 1:
+        yield f"{SPECULATIVE}.num_speculative_tokens is {show(tokens)}; set how many tokens to draft, 1 or more"
+    model = speculative.get("model")
+    if model != draft.model_name and model is not None:
+        yield (
+            f"{SPECULATIVE}.model is {show(model)} but policy.draft.model_name is {show(draft.model_name)}; vLLM must "
+            "start from the draft that trains, so set both alike or leave model out"
+        )

@@ -1,0 +1,129 @@
+"""Recognises an upstream checkout by the hashes of its files, and patches it or takes the patches out: whole or not at all."""
+
+import os
+import stat
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_ext.nemo_rl.patch_set import FilePatch, PatchError, PatchSet, digest, patch_sets
+
+UNPATCHED, PATCHED = "unpatched", "patched"
+
+
+@dataclass(frozen=True)
+class Checkout:
+    """A checkout that is one of the pinned versions, `unpatched` or `patched`."""
+
+    root: Path
+    patches: PatchSet
+    state: str
+
+
+def recognise(root: Path, sets: Sequence[PatchSet] | None = None) -> Checkout:
+    """Reads the checkout and changes nothing.
+
+    Raises:
+        PatchError: it is no checkout of NeMo-RL, another version, changed in a file that is to be patched, or half
+            patched.
+    """
+    sets = patch_sets() if sets is None else sets
+    if not (root / "nemo_rl").is_dir():
+        raise PatchError(f"--upstream is {root}, which has no folder nemo_rl; give the root of a NeMo-RL checkout")
+    hashes = {path: _hash(root / path) for patches in sets for path in (file.path for file in patches.files)}
+    best = max(sets, key=lambda patches: sum(_state(file, hashes) is not None for file in patches.files))
+    states = {file.path: _state(file, hashes) for file in best.files}
+    known = [path for path, state in states.items() if state is not None]
+    if len(known) <= len(states) // 2:
+        versions = ", ".join(f"{patches.version} ({patches.commit[:9]})" for patches in sets)
+        raise PatchError(f"{root} is none of the supported versions of NeMo-RL; check out one of {versions}")
+    changed = [path for path, state in states.items() if state is None]
+    if changed:
+        what = "is missing" if hashes[changed[0]] is None else f"differs from that of {best.version}"
+        raise PatchError(
+            f"{changed[0]} {what}; restore it with git -C {root} checkout {best.commit[:9]} -- {changed[0]}"
+        )
+    patched = [path for path, state in states.items() if state == PATCHED]
+    if patched and len(patched) < len(states):
+        raise PatchError(
+            f"{root} is half patched: {len(patched)} of {len(states)} files, {patched[0]} is among them; restore all with "
+            f"git -C {root} checkout {best.commit[:9]} -- {' '.join(states)}"
+        )
+    return Checkout(root, best, PATCHED if patched else UNPATCHED)
+
+
+def apply(root: Path, sets: Sequence[PatchSet] | None = None) -> tuple[Checkout, bool]:
+    """Patches a checkout; one that is patched stays as it is. Returns it and whether anything was done.
+
+    Raises PatchError, and leaves every byte as it was, if it cannot be done whole.
+    """
+    return _transform(recognise(root, sets), PATCHED)
+
+
+def revert(root: Path, sets: Sequence[PatchSet] | None = None) -> tuple[Checkout, bool]:
+    """Takes the patches out; the counterpart of `apply`."""
+    return _transform(recognise(root, sets), UNPATCHED)
+
+
+def _transform(checkout: Checkout, wanted: str) -> tuple[Checkout, bool]:
+    if checkout.state == wanted:
+        return checkout, False
+    new = {}
+    for file in checkout.patches.files:
+        path = checkout.root / file.path
+        text = path.read_bytes()
+        new[path] = file.apply(text) if wanted == PATCHED else file.revert(text)
+    _replace(new)
+    return Checkout(checkout.root, checkout.patches, wanted), True
+
+
+def _replace(new: Mapping[Path, bytes]) -> None:
+    """Writes all files beside the old ones, then exchanges them; what was exchanged goes back if one fails."""
+    staged: dict[Path, Path] = {}
+    old: dict[Path, Path] = {}
+    path = next(iter(new))
+    try:
+        for path, text in new.items():
+            _require_writable(path)
+            staged[path] = _beside(path, text)
+        for path in new:
+            old[path] = _beside(path, path.read_bytes())
+        for path in new:
+            os.replace(staged[path], path)
+            del staged[path]
+    except OSError as error:
+        for path_done in [one for one in old if one not in staged]:
+            os.replace(old.pop(path_done), path_done)
+        raise PatchError(f"{path} cannot be written ({error.strerror or error}); nothing was changed") from None
+    finally:
+        for leftover in (*staged.values(), *old.values()):
+            with suppress(OSError):
+                leftover.unlink()
+
+
+def _require_writable(path: Path) -> None:
+    """Root may write everywhere, but a read-only checkout is meant to stay as it is."""
+    for one in (path, path.parent):
+        if not one.stat().st_mode & 0o222 or not os.access(one, os.W_OK):
+            raise PermissionError(None, f"{one} is read-only")
+
+
+def _beside(path: Path, text: bytes) -> Path:
+    """A file in the same folder with this text and the mode of `path`."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    with os.fdopen(handle, "wb") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.chmod(name, stat.S_IMODE(path.stat().st_mode))
+    return Path(name)
+
+
+def _hash(path: Path) -> str | None:
+    return digest(path.read_bytes()) if path.is_file() else None
+
+
+def _state(file: FilePatch, hashes: Mapping[str, str | None]) -> str | None:
+    return {file.before: UNPATCHED, file.after: PATCHED}.get(hashes[file.path])
