@@ -1,5 +1,7 @@
 """DFlash and DSpark with their objective against the dense float64 reference: loss, every draft gradient, metrics."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from tests.unit.block_cases import (
 )
 
 LENGTHS = [7, 1, 2, 13, 4, 0]
+PER_SEQUENCE = ("taps", "hidden", "mask", "ids")
 DRAW = Draw([40, 41, 7, 9, 100, 3], step=5)
 
 
@@ -102,6 +105,28 @@ def test_metrics_equal_dense(name):
         total = 0.1 * metrics["dspark_ce_loss"] + 0.9 * metrics["dspark_tv_loss"]
         total += metrics.get("dspark_confidence_loss", 0.0)
         assert total == pytest.approx(float(dense.loss), abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["dflash-window", "dspark"])
+def test_microbatches_add_up_to_the_whole_pack(name):
+    """Sequences one by one and in another order: the same blocks, loss, sums and gradients."""
+    cfg = SHAPES[name]
+    found = []
+    for parts in ([[0, 1, 2, 3, 4, 5]], [[3], [5, 0], [4, 2, 1]]):
+        draft = make_draft(cfg, make_tensors(cfg), dist.group.WORLD)
+        objective, whole = make_objective(draft), make_pack(LENGTHS)
+        cut = [replace(whole, **{k: [getattr(whole, k)[i] for i in p] for k in PER_SEQUENCE}) for p in parts]
+        draws = [Draw([DRAW.sample_ids[i] for i in part], DRAW.step) for part in parts]
+        layouts = [PackedLayout(pack.lengths, pad_multiple=2) for pack in cut]
+        batches = list(zip(cut, layouts, draws, strict=True))
+        denominator = objective.denominator(sum(objective.count(y, y.pack(p.mask), d) for p, y, d in batches))
+        losses = [run_objective(objective, p, y, d, whole.head_VH, denominator) for p, y, d in batches]
+        sum(each.loss for each in losses).backward()
+        found.append((sum(each.sums() for each in losses), export_gradients(draft, export_block(draft))))
+    (sums, grads), (other_sums, other_grads) = found
+    torch.testing.assert_close(other_sums, sums, rtol=0, atol=1e-10)
+    for each, grad in grads.items():
+        torch.testing.assert_close(other_grads[each], grad, rtol=0, atol=1e-10, msg=each)
 
 
 @pytest.mark.parametrize("name", ["dflash", "dflash-causal-reduced", "dspark"])
