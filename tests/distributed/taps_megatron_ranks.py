@@ -1,6 +1,7 @@
 """What the ranks of `test_taps_megatron` run: Megatron's schedules over a tiny policy, with a channel and without."""
 
 import hashlib
+import os
 from contextlib import nullcontext
 from functools import partial
 
@@ -14,6 +15,7 @@ from nemo_ext.layout import PackedLayout
 from nemo_ext.local.schedule import forward_backward
 from nemo_ext.taps import Rows, open_channel
 from tests.distributed.local_policy_ranks import Trainer, pack_layout, parallel, run_model
+from tests.distributed.taps_ranks import keep_last_words
 
 DEPTH = 3  # of the halo
 OFF = "off"
@@ -143,10 +145,9 @@ def plain_capture(rank, world_size, config, tensors, packs, sizes, taps, options
         return captured
 
 
-def killed_in_a_schedule(rank, world_size, config, tensors, packs, sizes, taps, culprit):
-    """A stage dies in the middle of Megatron's schedule; gives the error of the others."""
-    import os
-
+def killed_in_a_schedule(rank, world_size, config, tensors, packs, sizes, taps, culprit, folder):
+    """A stage dies in the middle of Megatron's schedule; gives the error of the others, whose last words are kept."""
+    keep_last_words(folder, rank)
     with parallel(sizes) as groups:
         trainer = TappedTrainer(config, tensors, groups)
         trainer.open_channel(taps, "auto")

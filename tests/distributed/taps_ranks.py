@@ -175,8 +175,14 @@ def fault(rank, world_size, transport, culprit, how):
     return None
 
 
-def stuck_beside_a_dead_stage(rank, world_size, culprit):
+def keep_last_words(folder: str, rank: int) -> None:
+    """What this process writes to standard error from now on goes to a file."""
+    os.dup2(os.open(f"{folder}/{rank}", os.O_CREAT | os.O_WRONLY, 0o600), 2)
+
+
+def stuck_beside_a_dead_stage(rank, world_size, culprit, folder):
     """A stage dies while another waits for a third in the pipeline's own group, where no error reaches it."""
+    keep_last_words(folder, rank)
     with channel_of(rank, world_size, "shm", grace_s=1.0) as channel:
         with channel.step(lengths(0, 4)):
             if rank == culprit:
