@@ -78,8 +78,12 @@ def test_export_loads_in_transformers_and_vllm(straight, root, start_engine):
     assert main(["export", str(root / "straight"), "--to", str(root / "out")]) == 0
     model = AutoModelForCausalLM.from_pretrained(root / "out" / "policy").eval()
     tokenizer = AutoTokenizer.from_pretrained(root / "out" / "policy")
-    ids = tokenizer.apply_chat_template([{"role": "user", "content": "Spell this word backward: abc"}], return_dict=False)
-    engine = start_engine(Model(root / "out" / "policy", {}, {}), Model(root / "out" / "draft", {}, {}), max_model_len=96)
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Spell this word backward: abc"}], return_dict=False
+    )
+    engine = start_engine(
+        Model(root / "out" / "policy", {}, {}), Model(root / "out" / "draft", {}, {}), max_model_len=96
+    )
     greedy = engine.generate([ids], temperature=0.0, max_new_tokens=8)
     with torch.no_grad():
         want = model.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False, eos_token_id=None)[0, len(ids) :]
