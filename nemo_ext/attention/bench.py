@@ -25,7 +25,7 @@ from nemo_ext.config import ConfigError
 from nemo_ext.layout import PackedLayout
 
 BALANCE_TOKENS = 262144
-DENSE_LIMIT = 4 << 30  # bytes of scores, of all heads, that a rank may hold
+DENSE_LIMIT = 4 << 30  # bytes of the dense mask that a rank may hold
 
 
 def main(argv: Sequence[str]) -> int:
@@ -71,8 +71,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 def measure(work: Work, cp: int, repeats: int, ways: Sequence[str]) -> dict:
     """All figures of one run, as they are printed by `--json`."""
     rows = work.tokens // cp
-    scores = rows * work.tokens * work.heads * work.dtype.itemsize
-    skipped = "dense" in ways and scores > DENSE_LIMIT
+    mask = rows * work.tokens * (1 + work.dtype.itemsize)  # booleans, and what they are added to the scores as
+    skipped = "dense" in ways and mask > DENSE_LIMIT
     ways = [way for way in ways if not (skipped and way == "dense")]
     alone, ours = _one_rank(work, repeats)
     per_way = _on_ranks(work, ways, repeats, cp)
@@ -119,7 +119,7 @@ def measure(work: Work, cp: int, repeats: int, ways: Sequence[str]) -> dict:
                 "peak_bytes": max(m.peak_bytes for m in measures),
             }
             for way, measures in per_way.items()
-        } | ({"dense": {"not_run": f"its scores alone are {scores / 2**30:.1f} GiB a rank"}} if skipped else {}),
+        } | ({"dense": {"not_run": f"its mask alone is {mask / 2**30:.1f} GiB a rank"}} if skipped else {}),
     }  # fmt: skip
 
 
