@@ -190,7 +190,7 @@ class BlockObjective:
             chunk_rows=self.chunk_rows,
         )
         confidence_BS = None
-        loss = rows.loss + 0.0 * hidden_BSH.sum()
+        loss = rows.loss
         if self.cfg.confidence_head:
             confidence_BS = self.draft.confidence_head(hidden_BSH, markov_BSR)
             # Binary cross-entropy against the overlap, a soft target.
