@@ -18,6 +18,8 @@ LAYOUTS = {
     "pp2 tp2 sp": {"pp": 2, "tp": 2},
 }
 
+pytestmark = pytest.mark.stress
+
 
 def world(sizes: dict) -> int:
     return sizes.get("pp", 1) * sizes.get("cp", 1) * sizes.get("tp", 1)
@@ -109,7 +111,6 @@ def test_evaluation_through_the_same_forward_step(ranks, policy, packs):
         assert not hooked and landed == [None] * len(packs)
 
 
-@pytest.mark.stress
 @pytest.mark.parametrize("culprit", [0, 1, 3])
 def test_a_stage_that_dies_in_the_schedule_is_named_by_all_others(ranks, policy, packs, culprit, tmp_path):
     outcomes = ranks(4).outcomes(
