@@ -19,6 +19,11 @@ class Merged:
         self._like = q_TND
         self._out_TND = self._lse_TN = None
 
+    def add_partials(self, partials) -> None:
+        """Merges what a kernel's or a branch's `forward` yields."""
+        for rows, out_RND, lse_RN in partials:
+            self.add(rows, out_RND, lse_RN)
+
     def add(self, rows: slice | torch.Tensor, out_RND: torch.Tensor, lse_RN: torch.Tensor) -> None:
         wide = wide_dtype(self._like.dtype)
         if self._out_TND is None:
@@ -75,6 +80,33 @@ class Summed:
         if self._sum_T is None:
             self._sum_T = self._like.new_zeros(self._like.shape, dtype=wide_dtype(self._like.dtype))
         return self._sum_T
+
+
+class KeyGradient:
+    """The gradient of one set of keys and values, summed over kernel calls."""
+
+    def __init__(self, k: torch.Tensor, v: torch.Tensor):
+        self._dk, self._dv = Summed(k), Summed(v)
+
+    def start(self, dk: torch.Tensor, dv: torch.Tensor) -> None:
+        """Goes on, in place, from sums that came from elsewhere."""
+        self._dk.start(dk)
+        self._dv.start(dv)
+
+    def add(self, rows: slice | torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
+        self._dk.add(rows, dk)
+        self._dv.add(rows, dv)
+
+    def result(self) -> list[torch.Tensor]:
+        """`[dk, dv]`, in the wide dtype."""
+        return [self._dk.result(), self._dv.result()]
+
+
+def add_partials(partials, dq: Summed, keys: KeyGradient) -> None:
+    """Adds up what a kernel's or a branch's `backward` yields."""
+    for q_rows, dq_part, k_rows, dk_part, dv_part in partials:
+        dq.add(q_rows, dq_part)
+        keys.add(k_rows, dk_part, dv_part)
 
 
 def _all_rows(rows: slice | torch.Tensor, count: int) -> bool:

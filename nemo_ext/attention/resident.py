@@ -13,7 +13,7 @@ import torch.distributed as dist
 from nemo_ext.attention.branch import Branch
 from nemo_ext.attention.comm import RingComm, ring_comm
 from nemo_ext.attention.kernels import Kernel
-from nemo_ext.attention.merge import Merged, Summed, wide_dtype
+from nemo_ext.attention.merge import KeyGradient, Merged, Summed, add_partials, wide_dtype
 from nemo_ext.attention.plans import Plan
 from nemo_ext.layout import PackedLayout
 
@@ -90,10 +90,8 @@ class ResidentAttention(torch.autograd.Function):
         merged = Merged(q_TND)
         for step in range(trunk.size):
             for spans in plan.calls(step):
-                for partial in kernel.forward(q_TND, *trunk.shard(step), spans, scale):
-                    merged.add(*partial)
-        for partial in branch.forward(q_TND, branch_k, branch_v, scale):
-            merged.add(*partial)
+                merged.add_partials(kernel.forward(q_TND, *trunk.shard(step), spans, scale))
+        merged.add_partials(branch.forward(q_TND, branch_k, branch_v, scale))
         out_TND, lse_TN = merged.result()
         ctx.save_for_backward(q_TND, branch_k, branch_v, out_TND, lse_TN)
         ctx.setup = trunk, plan, branch, kernel, scale
@@ -104,30 +102,21 @@ class ResidentAttention(torch.autograd.Function):
     def backward(ctx, dout_TND):
         q_TND, branch_k, branch_v, out_TND, lse_TN = ctx.saved_tensors
         trunk, plan, branch, kernel, scale = ctx.setup
-        dq, dbranch_k, dbranch_v = Summed(q_TND), Summed(branch_k), Summed(branch_v)
+        dq, of_branch = Summed(q_TND), KeyGradient(branch_k, branch_v)
         grads_C2SMD = torch.zeros_like(trunk.handle, memory_format=torch.contiguous_format)
         for step in range(trunk.size):
             shard = trunk.shard(step)
-            dk, dv = Summed(shard[0]), Summed(shard[1])
-            dk.start(grads_C2SMD[step, 0])
-            dv.start(grads_C2SMD[step, 1])
+            gradient = KeyGradient(*shard)
+            gradient.start(*grads_C2SMD[step])
             for spans in plan.calls(step):
-                for q_rows, dq_part, k_rows, dk_part, dv_part in kernel.backward(
-                    dout_TND, q_TND, *shard, out_TND, lse_TN, spans, scale
-                ):
-                    dq.add(q_rows, dq_part)
-                    dk.add(k_rows, dk_part)
-                    dv.add(k_rows, dv_part)
-        for q_rows, dq_part, rows, dk_part, dv_part in branch.backward(
-            dout_TND, q_TND, branch_k, branch_v, out_TND, lse_TN, scale
-        ):
-            dq.add(q_rows, dq_part)
-            dbranch_k.add(rows, dk_part)
-            dbranch_v.add(rows, dv_part)
+                partials = kernel.backward(dout_TND, q_TND, *shard, out_TND, lse_TN, spans, scale)
+                add_partials(partials, dq, gradient)
+        add_partials(branch.backward(dout_TND, q_TND, branch_k, branch_v, out_TND, lse_TN, scale), dq, of_branch)
+        dbranch_k, dbranch_v = of_branch.result()
         return (
             dq.result().to(q_TND.dtype),
             grads_C2SMD,
-            dbranch_k.result().to(branch_k.dtype),
-            dbranch_v.result().to(branch_v.dtype),
+            dbranch_k.to(branch_k.dtype),
+            dbranch_v.to(branch_v.dtype),
             *(None,) * 5,
         )

@@ -27,7 +27,7 @@ import torch
 from nemo_ext.attention.branch import Branch
 from nemo_ext.attention.comm import Hop
 from nemo_ext.attention.kernels import Kernel
-from nemo_ext.attention.merge import Merged, Summed
+from nemo_ext.attention.merge import KeyGradient, Merged, Summed, add_partials
 from nemo_ext.attention.plans import Plan
 
 
@@ -46,12 +46,10 @@ class RingAttention(torch.autograd.Function):
             if step + 1 < steps:
                 hop = comm.pass_on(shard, step + 1, "keys and values")
             for spans in plan.calls(step):
-                for partial in kernel.forward(q_TND, *shard, spans, scale):
-                    merged.add(*partial)
+                merged.add_partials(kernel.forward(q_TND, *shard, spans, scale))
             if step + 1 < steps:
                 shard = hop.wait()
-        for partial in branch.forward(q_TND, branch_k, branch_v, scale):
-            merged.add(*partial)
+        merged.add_partials(branch.forward(q_TND, branch_k, branch_v, scale))
         out_TND, lse_TN = merged.result()
         ctx.save_for_backward(q_TND, k_SMD, v_SMD, branch_k, branch_v, out_TND, lse_TN)
         ctx.setup = plan, branch, kernel, comm, scale
@@ -63,23 +61,15 @@ class RingAttention(torch.autograd.Function):
         q_TND, k_SMD, v_SMD, branch_k, branch_v, out_TND, lse_TN = ctx.saved_tensors
         plan, branch, kernel, comm, scale = ctx.setup
         steps = comm.size if comm else 1
-        dq, dbranch_k, dbranch_v = Summed(q_TND), Summed(branch_k), Summed(branch_v)
+        dq, of_branch = Summed(q_TND), KeyGradient(branch_k, branch_v)
         hop = comm.pass_on([k_SMD, v_SMD], 1, "keys and values, backward,") if steps > 1 else None
 
-        for q_rows, dq_part, rows, dk, dv in branch.backward(
-            dout_TND, q_TND, branch_k, branch_v, out_TND, lse_TN, scale
-        ):
-            dq.add(q_rows, dq_part)
-            dbranch_k.add(rows, dk)
-            dbranch_v.add(rows, dv)
+        add_partials(branch.backward(dout_TND, q_TND, branch_k, branch_v, out_TND, lse_TN, scale), dq, of_branch)
 
         def add_step(step, shard, gradient):
             for spans in plan.calls(step):
-                for q_rows, dq_part, k_rows, dk, dv in kernel.backward(
-                    dout_TND, q_TND, *shard, out_TND, lse_TN, spans, scale
-                ):
-                    dq.add(q_rows, dq_part)
-                    gradient.add(k_rows, dk, dv)
+                partials = kernel.backward(dout_TND, q_TND, *shard, out_TND, lse_TN, spans, scale)
+                add_partials(partials, dq, gradient)
 
         gradient = _Gradient(k_SMD, v_SMD, None)
         for step in range(1, steps):
@@ -91,35 +81,27 @@ class RingAttention(torch.autograd.Function):
             gradient = _Gradient(k_SMD, v_SMD, comm.pass_on(sent, step + 1, "gradient of keys and values"))
             del shard, sent
         add_step(0, [k_SMD, v_SMD], gradient)
-        dk_SMD, dv_SMD = gradient.result()
-        return (
-            dq.result().to(q_TND.dtype),
-            dk_SMD.to(k_SMD.dtype),
-            dv_SMD.to(v_SMD.dtype),
-            dbranch_k.result().to(branch_k.dtype),
-            dbranch_v.result().to(branch_v.dtype),
-            *(None,) * 5,
-        )
+        gradients = dq.result(), *gradient.result(), *of_branch.result()
+        inputs = q_TND, k_SMD, v_SMD, branch_k, branch_v
+        return *(grad.to(x.dtype) for grad, x in zip(gradients, inputs, strict=True)), *(None,) * 5
 
 
-class _Gradient:
+class _Gradient(KeyGradient):
     """A shard's gradient, begun by the ranks before, whose sum may still be on its way."""
 
     def __init__(self, k_SMD: torch.Tensor, v_SMD: torch.Tensor, hop: Hop | None):
-        self._hop, self._dk, self._dv = hop, Summed(k_SMD), Summed(v_SMD)
+        super().__init__(k_SMD, v_SMD)
+        self._hop = hop
 
     def add(self, rows, dk: torch.Tensor, dv: torch.Tensor) -> None:
         self._arrive()
-        self._dk.add(rows, dk)
-        self._dv.add(rows, dv)
+        super().add(rows, dk, dv)
 
     def result(self) -> list[torch.Tensor]:
         self._arrive()
-        return [self._dk.result(), self._dv.result()]
+        return super().result()
 
     def _arrive(self) -> None:
         if self._hop is not None:
-            dk_SMD, dv_SMD = self._hop.wait()
+            self.start(*self._hop.wait())
             self._hop = None
-            self._dk.start(dk_SMD)
-            self._dv.start(dv_SMD)
