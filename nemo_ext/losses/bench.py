@@ -17,7 +17,7 @@ from multiprocessing import get_context
 import torch
 
 from nemo_ext.config import ConfigError
-from nemo_ext.losses.measure import TERMS, Measure, Work, measure
+from nemo_ext.losses.measure import TERMS, Measure, Work, measure, memory
 
 # Copies of the logits, in float32, that the whole form holds at its peak.
 _DENSE_COPIES = {"dflash": 6, "dspark": 9}
@@ -60,7 +60,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _fitting_rows(work: Work) -> int:
     """As many of the rows, halved again and again, as the whole form can hold in half of the free memory."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = memory("MemAvailable", "/proc/meminfo")
     rows = work.rows
     while rows > 2 and rows * work.vocab * 4 * _DENSE_COPIES[work.kind] > free / 2:
         rows //= 2

@@ -114,7 +114,9 @@ class _BlockLoss(torch.autograd.Function):
 
         for rows_n in torch.nonzero(weight_N).flatten().split(chunk):
             q_nU, mass_n = _target(teacher, rows_n, temperature, acc, reduce_)
-            logits_nU = sum((x[rows_n] @ w.T).to(acc) for x, w in parts)
+            logits_nU = (student_NH[rows_n] @ head_UH.T).to(acc)
+            for x, w in parts[1:]:
+                logits_nU += (x[rows_n] @ w.T).to(acc)
             log_p_nU, _ = log_softmax_(logits_nU.mul_(logit_scale / temperature), reduce_)
             p_nU = log_p_nU.exp()
             if terms.hard_labels:

@@ -46,11 +46,11 @@ def measure(work: Work, form: str, threads: int) -> Measure:
     torch.set_num_threads(threads)
     _run(Work(work.kind, 4, 64, 16, 4, 2), form)
     inputs = _Inputs(work)
-    before = _memory("VmRSS")
+    before = memory("VmRSS")
     start, cpu_start = time.perf_counter(), time.process_time()
     loss = _run(work, form, inputs)
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
-    peak = _memory("VmHWM") - before
+    peak = memory("VmHWM") - before
     squares = sum(float(t.grad.double().square().sum()) for t in inputs.learnt())
     return Measure(seconds, cpu_seconds, peak, loss, squares**0.5)
 
@@ -114,9 +114,9 @@ def _dense(inputs: _Inputs, terms: LossTerms) -> torch.Tensor:
     return torch.dot(inputs.weight_N, row_N)
 
 
-def _memory(field: str) -> int:
-    """Bytes of this process, from the kernel: `VmRSS` now, `VmHWM` at the highest."""
-    for line in Path("/proc/self/status").read_text().splitlines():
+def memory(field: str, file: str = "/proc/self/status") -> int:
+    """Bytes, from the kernel: of this process `VmRSS` now and `VmHWM` at the highest."""
+    for line in Path(file).read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}; the loss benchmark needs Linux")
+    raise RuntimeError(f"{file} has no {field}; the loss benchmark needs Linux")
