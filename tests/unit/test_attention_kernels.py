@@ -101,7 +101,7 @@ def kernel(request, monkeypatch):
     monkeypatch.setattr(cuda, "_aten_forward", emulate_forward)
     monkeypatch.setattr(cuda, "_aten_backward", emulate_backward)
     # So small that every way of cutting a call is taken.
-    for module, name, rows in ((plain, "TILE", 25), (cpu, "TILE", 40), (cpu, "GATHERED", 40), (cpu, "BAND", 8)):
+    for module, name, rows in ((plain, "TILE", 25), (cpu, "TILE", 40), (cpu, "BAND", 8)):
         monkeypatch.setattr(module, name, rows)
     return {"cpu": cpu, "cuda": cuda, "plain": plain}[request.param]
 

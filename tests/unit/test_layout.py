@@ -57,6 +57,7 @@ def test_halo_index(lens, cp_size, pad_multiple, depth):
         layout = PackedLayout(lens, cp_size=cp_size, cp_rank=rank, pad_multiple=pad_multiple)
         halo = layout.halo(depth)
         assert halo.rows[: layout.local_total].tolist() == layout.local_rows.tolist()
+        assert len(set(halo.rows.tolist())) == len(halo.rows)
         looked_at = set(range(layout.local_total))
         for distance in range(depth + 1):
             index = halo.index(distance)

@@ -18,8 +18,7 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 BAND = 128  # rows of a band's part
-TILE = 2048  # rows of queries and of keys of one call: bounds what a call allocates
-GATHERED = TILE  # key rows that one call may copy together; so parts of one rectangle never share a call
+TILE = 2048  # rows of queries and of keys of one call: bounds what a call allocates and copies
 
 
 def forward(q_TND, k_SMD, v_SMD, spans: Spans, scale):
@@ -69,7 +68,8 @@ def _batches(spans: Spans, q_TND):
         if len(set(spans.q_lens[n] for n in numbers)) == 1:
             q_size, k_size = spans.q_lens[numbers[0]], spans.k_lens[numbers[0]]
         mask_QK = None if spans.causal or spans.full else _mask(q_size, k_size, spans.low, spans.high, q_TND)
-        together = max(GATHERED // k_size, 1)
+        # Parts of one cut rectangle, whose query rows are the same, have TILE keys each and so never share a call.
+        together = max(TILE // k_size, 1)
         for at in range(0, len(numbers), together):
             some = numbers[at : at + together]
             q_rows, k_rows = (
