@@ -58,7 +58,7 @@ def _calls(spans: Spans, q_TND, k_tile: int | None) -> Iterator[tuple[RowBatch, 
 
 
 def _batches(spans: Spans, q_TND):
-    """Rectangles of one size together, as long as not too many keys are copied at once."""
+    """Rectangles of one size together, as long as no more than a tile of keys is copied at once."""
     sizes: dict[tuple[int, int], list[int]] = {}
     for number, (q_len, k_len) in enumerate(zip(spans.q_lens, spans.k_lens, strict=True)):
         size = (_filled(q_len),) * 2 if spans.causal else (q_len, k_len)
@@ -68,7 +68,6 @@ def _batches(spans: Spans, q_TND):
         if len(set(spans.q_lens[n] for n in numbers)) == 1:
             q_size, k_size = spans.q_lens[numbers[0]], spans.k_lens[numbers[0]]
         mask_QK = None if spans.causal or spans.full else _mask(q_size, k_size, spans.low, spans.high, q_TND)
-        # Parts of one cut rectangle, whose query rows are the same, have TILE keys each and so never share a call.
         together = max(TILE // k_size, 1)
         for at in range(0, len(numbers), together):
             some = numbers[at : at + together]
