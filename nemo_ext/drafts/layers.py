@@ -64,8 +64,10 @@ class Linear(nn.Module):
             tp_group=tp_group,
             **kind,
         )
-        # Megatron sets these while it initialises; its gradient norm reads them to count a shard on every rank.
-        set_tensor_model_parallel_attributes(self.inner.weight, True, self.split_dim, 1)
+        # Its gradient norm reads these to count a shard on every rank. Megatron before 0.17 sets them only while it
+        # initialises weights.
+        if not hasattr(self.inner.weight, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(self.inner.weight, True, self.split_dim, 1)
 
     @property
     def weight(self) -> torch.Tensor:

@@ -35,6 +35,12 @@ def starting_folder(draft: DraftConfig, policy: Mapping[str, Any], checkpoint_di
     return str(folder.resolve())
 
 
+def draft_of_folder(folder: str | Path, draft: DraftConfig, policy: Mapping[str, Any]) -> tuple[Path, Eagle3Config]:
+    """A folder that `starting_folder` gave, or one of a checkpoint, and the draft's shape. Raises ConfigError."""
+    longest = policy["max_total_sequence_length"]
+    return Path(folder), check_draft_folder(folder, policy_hf_config(policy), draft, max_length=longest)
+
+
 def policy_hf_config(policy: Mapping[str, Any]) -> dict:
     """The policy's Hugging Face config as a dict, with `policy.hf_config_overrides`."""
     from transformers import AutoConfig
