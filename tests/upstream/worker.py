@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tests.upstream import fake_cuda  # noqa: F401  (before upstream)
 
 # isort: split
+import nemo_rl
 from megatron.core.process_groups_config import ProcessGroupCollection
 from nemo_rl.algorithms.logits_sampling_utils import TrainingSamplingParams
 from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossConfig, ClippedPGLossFn
@@ -22,7 +23,6 @@ from nemo_rl.utils.config import load_config, register_omegaconf_resolvers
 from nemo_rl.utils.timer import Timer
 from omegaconf import OmegaConf
 
-import nemo_rl
 from nemo_ext.local.hf_folder import read_hf_folder
 from nemo_ext.local.hf_policy import policy_digest
 from nemo_ext.local.parallel import ParallelSizes, destroy_parallel, init_parallel
