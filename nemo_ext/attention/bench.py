@@ -200,11 +200,11 @@ def _text(figures: dict) -> str:
         lines.append(
             f"FLOPs max/mean, {name:14}  {worst:.4f}  ({balanced['tokens']} tokens, 2 to 64 ranks, goal <= 1.02)"
         )
-    lines.append(f"\n{'per rank':10}{'seconds':>10}{'sent MiB':>12}{'peak MiB':>12}")
+    lines.append(f"\n{'per rank':10}{'seconds':>10}{'CPU seconds':>14}{'sent MiB':>12}{'peak MiB':>12}")
     for way, cost in figures["ways"].items():
         if "not_run" in cost:
             lines.append(f"{way:10}not run: {cost['not_run']}")
         else:
             sizes = f"{cost['sent_bytes'] / 2**20:>12.1f}{cost['peak_bytes'] / 2**20:>12.1f}"
-            lines.append(f"{way:10}{cost['seconds']:>10.2f}{sizes}")
+            lines.append(f"{way:10}{cost['seconds']:>10.2f}{cost['cpu_seconds']:>14.2f}{sizes}")
     return "\n".join(lines)
