@@ -23,7 +23,7 @@ from nemo_rl.utils.config import load_config, register_omegaconf_resolvers
 from nemo_rl.utils.timer import Timer
 from omegaconf import OmegaConf
 
-from nemo_ext.local.hf_folder import read_hf_folder
+from nemo_ext.local.hf_folder import read_hf_folder, save_hf_folder
 from nemo_ext.local.hf_policy import policy_digest
 from nemo_ext.local.parallel import ParallelSizes, destroy_parallel, init_parallel
 from nemo_ext.nemo_rl.policy_worker import DraftPolicyWorkerImpl, without_draft
@@ -165,6 +165,13 @@ class TinyWorker:
     def digest(self) -> str:
         """SHA-256 of the policy's full weights."""
         return policy_digest(self.worker.megatron_bridge.export_hf_weights([self.worker.model]))
+
+    def save_policy(self, folder: Path) -> None:
+        """The policy as it is, as a Hugging Face folder."""
+        tensors = dict(self.worker.megatron_bridge.export_hf_weights([self.worker.model]))
+        if dist.get_rank() == 0:
+            save_hf_folder(folder, self.hf_config, tensors)
+        dist.barrier()
 
     def draft_weights(self) -> dict[str, torch.Tensor]:
         """The draft's part of a refit's stream, whole on every rank."""

@@ -1,0 +1,86 @@
+"""What the ranks of `test_policy_worker` run."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.upstream.folders import VOCAB
+from tests.upstream.worker import TinyWorker, grpo_batch, policy_settings
+
+# isort: split
+from nemo_ext.nemo_rl.draft_state import save_draft
+
+LENGTHS = [20, 13, 32, 7]
+WIDTH = 32
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank saw of some training steps."""
+
+    metrics: list[dict]
+    grad_norms: list[float]
+    losses: list[float]
+    digest: str
+    draft: dict[str, torch.Tensor]
+
+
+def batches(steps: int) -> list[dict]:
+    """One batch a step, the same on every rank."""
+    return [grpo_batch(LENGTHS, 4, seed=step, vocab=VOCAB, width=WIDTH) for step in range(steps)]
+
+
+def train(rank, world_size, policy_folder, draft, sizes, policy, options: dict) -> Seen:
+    """`steps` calls of the worker's train; `options` may have dp, kind, steps and gbs."""
+    dp, kind, steps, gbs = ({"dp": 1, "kind": "draft", "steps": 2, "gbs": 4} | options).values()
+    settings = policy_settings(policy_folder, draft, sizes=sizes, **policy)
+    tiny = TinyWorker(settings, dp=dp, kind=kind)
+    try:
+        results = [tiny.train(batch, gbs=gbs) for batch in batches(steps)]
+        return Seen(
+            metrics=[
+                {name: sum(values) for name, values in result["all_mb_metrics"].items() if name.startswith("draft")}
+                for result in results
+            ],
+            grad_norms=[float(result["grad_norm"]) for result in results],
+            losses=[float(result["global_loss"].sum()) for result in results],
+            digest=tiny.digest(),
+            draft=tiny.draft_weights() if kind == "draft" else {},
+        )
+    finally:
+        tiny.close()
+
+
+def resume(rank, world_size, policy_folder, draft, sizes, policy, root: str) -> tuple:
+    """The draft after a third step, in one go and by a fresh worker from a checkpoint; and what the checkpoint has."""
+    checkpoint = str(Path(root) / "weights")
+    first, second, last = batches(3)
+    tiny = TinyWorker(policy_settings(policy_folder, draft, sizes=sizes, **policy))
+    try:
+        tiny.train(first)
+        tiny.train(second)
+        tiny.save_policy(Path(root) / "policy")
+        save_draft(tiny.worker._draft, tiny.groups, checkpoint, optimizer=True)
+        dist.barrier()
+        saved = tiny.draft_weights()
+        # As NeMo-RL does around every rollout.
+        for params in (True, False):
+            tiny.worker.move_model(tiny.worker.model, "cpu", move_params=params, move_grads=not params)
+        tiny.worker.move_optimizer("cpu")
+        tiny.worker.move_model(tiny.worker.model, "cuda")
+        tiny.worker.move_optimizer("cuda")
+        tiny.train(last)
+        whole = tiny.draft_weights()
+    finally:
+        tiny.close()
+    again = TinyWorker(
+        policy_settings(str(Path(root) / "policy"), draft, sizes=sizes, **policy), checkpoint=(checkpoint, checkpoint)
+    )
+    try:
+        restored = again.draft_weights()
+        again.train(last)
+        return saved, restored, whole, again.draft_weights()
+    finally:
+        again.close()
