@@ -91,11 +91,35 @@ def test_long_sequences(pool, window):
     assert worst_error(joined(case, pool.run(ring_causal, case)), dense_causal(case)) <= TOLERANCE
 
 
+def near(found, expected) -> bool:
+    """Whether each tensor is the reference to bfloat16's precision."""
+    pairs = zip(found, expected, strict=True)
+    return all(float((ours.double() - theirs).norm() / theirs.norm()) <= BF16_TOLERANCE for ours, theirs in pairs)
+
+
+EXACT = Case((150, 1, 0, 97, 30), 1, 2, 2, 32, None, seed=3)  # what bfloat16 is compared with, in float64
+
+
 @pytest.mark.parametrize("resident", [False, True])
-def test_bfloat16_is_near_float64(pool, resident):
-    expected_of = Case((150, 1, 0, 97, 30), 1, 2, 2, 32, None, seed=3, passes=3, resident=resident)
-    case = replace(expected_of, dtype=torch.bfloat16)
-    found = joined(case, pool.run(ring_ttt, case))
-    expected = dense_ttt(expected_of)
-    for ours, reference in zip(found, expected, strict=True):
-        assert float((ours.double() - reference).norm() / reference.norm()) <= BF16_TOLERANCE
+def test_bfloat16_ttt_is_near_float64(pool, resident):
+    exact = replace(EXACT, passes=3, resident=resident)
+    case = replace(exact, dtype=torch.bfloat16)
+    assert near(joined(case, pool.run(ring_ttt, case)), dense_ttt(exact))
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_bfloat16_causal_is_near_float64(pool, window):
+    exact = replace(EXACT, window=window)
+    case = replace(exact, dtype=torch.bfloat16)
+    assert near(joined(case, pool.run(ring_causal, case)), dense_causal(exact))
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_bfloat16_blocks_are_near_float64(pool, window):
+    exact = replace(with_anchors(EXACT, 60), width=5, window=window)
+    case = replace(exact, dtype=torch.bfloat16)
+    per_rank = pool.run(ring_block, case)
+    trunk = joined(case, [trunk for trunk, _ in per_rank])
+    blocks = joined_blocks(case, [blocks for _, blocks in per_rank])
+    dense_trunk, dense_blocks = dense_block(exact)
+    assert near(trunk + blocks, dense_trunk + dense_blocks)
