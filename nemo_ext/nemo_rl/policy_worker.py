@@ -59,10 +59,10 @@ class DraftPolicyWorkerImpl(MegatronPolicyWorkerImpl):
 
     def _add_draft(self, config, weights_path: str | None, optimizer_path: str | None, *, train: bool) -> None:
         """Makes the draft, from the checkpoint if it has one, else from `policy.draft.model_name`."""
-        if self.delegate_pack_to_model:
+        if self.delegate_pack_to_model or getattr(self, "model_slices_context_parallel_inputs", False):
             raise ConfigError(
-                f"policy.model_name is {config['model_name']}, a vision model that packs by itself; drafts train beside text "
-                "models only"
+                f"policy.model_name is {config['model_name']}, a multimodal model that lays out its rows by itself; drafts "
+                "train beside text models only"
             )
         settings = draft_settings(config)
         saved = saved_draft(weights_path)

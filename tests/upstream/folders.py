@@ -12,17 +12,20 @@ from tests.fixtures_models import policy_config, policy_tensors
 VOCAB = 64
 
 
-def policy_folder(path: Path) -> str:
-    """A random Qwen3 policy of 4 layers, hidden size 64."""
-    config = policy_config(vocab_size=VOCAB, num_key_value_heads=2)
+def policy_folder(path: Path, layers: int = 4) -> str:
+    """A random Qwen3 policy, hidden size 64."""
+    config = _config(layers)
     save_hf_folder(path, config, policy_tensors(config))
     return str(path)
 
 
-def draft_folder(path: Path, *, draft_vocab: int | None = None, seed: int = 0) -> str:
-    """A fresh EAGLE-3 draft for it; `draft_vocab` keeps every other id, or so, of the vocabulary."""
-    config = policy_config(vocab_size=VOCAB, num_key_value_heads=2)
-    shape = Eagle3Config.for_policy(config, [0, 1, 3], draft_vocab_size=draft_vocab)
+def draft_folder(path: Path, *, layers: int = 4, taps=(0, 1, 3), draft_vocab: int | None = None, seed: int = 0) -> str:
+    """A fresh EAGLE-3 draft for it; `draft_vocab` keeps that many ids of the vocabulary, evenly spread."""
+    shape = Eagle3Config.for_policy(_config(layers), taps, draft_vocab_size=draft_vocab)
     ids = None if draft_vocab is None else torch.arange(draft_vocab) * (VOCAB // draft_vocab)
     save_hf_folder(path, shape.to_hf(), init_eagle3(shape, seed, ids))
     return str(path)
+
+
+def _config(layers: int) -> dict:
+    return policy_config(vocab_size=VOCAB, num_key_value_heads=2, num_hidden_layers=layers)

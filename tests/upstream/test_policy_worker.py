@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.upstream import worker_ranks
+from tests.upstream.folders import draft_folder, policy_folder
 
 PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 64}}
 UNPACKED = {"sequence_packing": {"enabled": False}}
@@ -123,3 +124,12 @@ def test_a_checkpoint_has_the_draft_and_resumes_bitwise(ranks, folders, tmp_path
     tp = sizes.get("tp", 1)
     files = {path.name for path in folder.iterdir()}
     assert files == {"config.json", "model.safetensors", *(f"optimizer_tp{rank}of{tp}.pt" for rank in range(tp))}
+
+
+def test_one_pass_gives_the_loss_of_upstreams_own_draft(ranks, tmp_path):
+    # Upstream taps layers 1, n/2 - 1 and n - 4, whatever it is told, so the policy must be deep enough for three.
+    policy = policy_folder(tmp_path / "policy", layers=8)
+    draft = draft_folder(tmp_path / "draft", layers=8, taps=[1, 3, 4])
+    ours, theirs, apart = ranks(1).run(worker_ranks.upstreams_draft, policy, draft, settings(UNPACKED), timeout=240)[0]
+    assert apart and max(apart.values()) == 0
+    assert sum(ours["draft_loss"]) == pytest.approx(sum(theirs["draft_loss"]), rel=2e-6)

@@ -124,6 +124,7 @@ class TinyWorker:
             delegate_pack_to_model=False,
             delegate_mtp_loss_mask_to_model=False,
             model_slices_context_parallel_inputs=False,
+            media_placeholder_token_id=None,
             should_disable_forward_pre_hook=False,
             optimizer_cpu_offload=False,
             _first_train_step_forward_pre_hook_disabled=False,

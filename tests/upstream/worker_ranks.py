@@ -84,3 +84,34 @@ def resume(rank, world_size, policy_folder, draft, sizes, policy, root: str) -> 
         return saved, restored, whole, again.draft_weights()
     finally:
         again.close()
+
+
+def upstreams_draft(rank, world_size, policy_folder, draft_folder: str, policy) -> tuple[dict, dict, dict]:
+    """Draft metrics of one step: upstream's own draft, and this package's with one pass over the same rows; and how far
+    apart the two exports of the untrained draft are."""
+    from nemo_rl.models.megatron.draft import export_eagle_weights_to_hf
+
+    from tests.upstream import upstream_draft
+
+    (batch,) = batches(1)
+    on = {"enabled": True, "engine": "nemo_ext", "model_name": draft_folder, "loss_weight": 1.0, "ttt_steps": 1}
+    tiny = TinyWorker(policy_settings(policy_folder, on, sizes={}, **policy))
+    try:
+        weights = tiny.draft_weights()
+        ours = tiny.train(batch)["all_mb_metrics"]
+    finally:
+        tiny.close()
+
+    theirs = {"enabled": True, "model_name": draft_folder, "loss_weight": 1.0}
+    tiny = TinyWorker(policy_settings(policy_folder, theirs, sizes={}, **policy), kind="upstream")
+    try:
+        worker = tiny.worker
+        worker.draft_model = upstream_draft.build(worker.model.module, draft_folder, tiny.groups)
+        exported = dict(export_eagle_weights_to_hf(worker.draft_model))
+        apart = {name: float((weights["draft." + name.replace("midlayer", "layers.0")] - tensor).abs().max()) for name, tensor in exported.items()}
+        # Upstream takes a row for trained when the token after it is; pass 1 predicts the token after that.
+        batch["token_mask"] = torch.nn.functional.pad(batch["token_mask"][:, 1:], (0, 1))
+        seen = tiny.train(batch)["all_mb_metrics"]
+    finally:
+        tiny.close()
+    return ours, seen, apart

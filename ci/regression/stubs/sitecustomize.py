@@ -18,4 +18,11 @@ stub_modules.install(
         "megatron.bridge.models.gpt_full_te_layer_autocast_spec",
         "megatron.bridge.peft.lora_layers",
     ],
+    # Upstream's main is ahead of the Megatron-core that is on the index.
+    aliases={
+        "megatron.core.distributed.fsdp.mcore_fsdp_adapter": {
+            "FullyShardedDataParallelV1": "FullyShardedDataParallel",
+            "FullyShardedDataParallelV2": "FullyShardedDataParallel",
+        }
+    },
 )

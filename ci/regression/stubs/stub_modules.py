@@ -68,7 +68,29 @@ class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-def install(missing, replaced):
+class AliasFinder(importlib.abc.MetaPathFinder):
+    """Gives a real module more names: `{module: {new name: existing name}}`."""
+
+    def __init__(self, aliases):
+        self.aliases = aliases
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname not in self.aliases:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        execute = spec.loader.exec_module
+
+        def with_aliases(module):
+            execute(module)
+            for new, existing in self.aliases[fullname].items():
+                setattr(module, new, getattr(module, existing))
+
+        spec.loader.exec_module = with_aliases
+        return spec
+
+
+def install(missing, replaced, aliases):
     """Stands in for those of `missing` that are not installed, and for the modules `replaced` in any case."""
     sys.meta_path.append(StubFinder(name for name in missing if importlib.util.find_spec(name) is None))
     sys.meta_path.insert(0, StubFinder(replaced))
+    sys.meta_path.insert(0, AliasFinder(aliases))
