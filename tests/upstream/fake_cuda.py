@@ -54,6 +54,7 @@ def install() -> None:
     cuda.empty_cache = cuda.reset_peak_memory_stats = lambda *args, **kwargs: None
     cuda.memory_allocated = cuda.max_memory_allocated = cuda.memory_reserved = lambda *args, **kwargs: 0
     cuda.get_device_name = lambda *args: "CPU"
+    cuda.get_device_capability = lambda *args: (9, 0)
     cuda.Stream = cuda.Event = _Stream
     cuda.current_stream = cuda.default_stream = lambda *args: _Stream()
     cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *args: None
