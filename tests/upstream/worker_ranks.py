@@ -108,7 +108,10 @@ def upstreams_draft(rank, world_size, policy_folder, draft_folder: str, policy) 
         worker = tiny.worker
         worker.draft_model = upstream_draft.build(worker.model.module, draft_folder, tiny.groups)
         exported = dict(export_eagle_weights_to_hf(worker.draft_model))
-        apart = {name: float((weights["draft." + name.replace("midlayer", "layers.0")] - tensor).abs().max()) for name, tensor in exported.items()}
+        apart = {
+            name: float((weights["draft." + name.replace("midlayer", "layers.0")] - tensor).abs().max())
+            for name, tensor in exported.items()
+        }
         # Upstream takes a row for trained when the token after it is; pass 1 predicts the token after that.
         batch["token_mask"] = torch.nn.functional.pad(batch["token_mask"][:, 1:], (0, 1))
         seen = tiny.train(batch)["all_mb_metrics"]
