@@ -72,6 +72,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     bench.add_argument("name", metavar="NAME")
     bench.set_defaults(overrides=[])
 
+    patch = command("patch", _patch, "Put the hooks into a NeMo-RL checkout, or take them out again.")
+    patch.add_argument("action", metavar="ACTION", help="apply, status, check (exit 0 only if patched whole) or revert")
+    patch.add_argument("--upstream", metavar="PATH", type=Path, required=True, help="root of the checkout")
+
     command("version", _version, "Print the version.")
 
     if argv and not argv[0].startswith("-") and argv[0] not in commands.choices:
@@ -158,6 +162,12 @@ def _bench(args: argparse.Namespace) -> int:
     if args.name not in BENCHES:
         raise ConfigError(f"{args.name} is not a benchmark; {nearest(args.name, BENCHES, 'the benchmarks are')}")
     return import_module(BENCHES[args.name]).main(args.overrides)
+
+
+def _patch(args: argparse.Namespace) -> int:
+    from nemo_ext.nemo_rl import patch_cli
+
+    return patch_cli.run(args.action, args.upstream)
 
 
 def _version(args: argparse.Namespace) -> int:

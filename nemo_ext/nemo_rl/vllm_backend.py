@@ -72,6 +72,8 @@ class DraftWorkerExtension(VllmInternalWorkerExtension):
             if not transport():
                 refresh.abort("the transport failed")
                 return False
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # the transport's buckets were taken on streams of its own
             with torch.no_grad():
                 refresh.finish()
             refresh.publish(refresh.version + 1)

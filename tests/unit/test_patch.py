@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from nemo_ext import cli
 from nemo_ext.nemo_rl import hooks, patching
-from nemo_ext.nemo_rl.patch_cli import main
 from nemo_ext.nemo_rl.patch_set import PatchError, digest, patch_sets, read_patch_set
 
 FILES = {
@@ -17,6 +17,13 @@ FILES = {
     "nemo_rl/sub/two.py": ("c = 3\nd = 4\ne = 5\n", {0: ["top()"], 3: ["x", "y"]}),
     "nemo_rl/three.py": ("f = 6\n", {1: ["end()"]}),
 }
+
+
+@pytest.fixture
+def main(monkeypatch, sets):
+    """The command, with the patches of these tests as the package's own."""
+    monkeypatch.setattr(patching, "patch_sets", lambda: sets)
+    return cli.main
 
 
 def patched(text, insertions):
@@ -120,7 +127,9 @@ def missing_file(root):
 
 def half_patched(root):
     path = "nemo_rl/one.py"
-    (root / path).write_text(patched(*FILES[path]))
+    text, insertions = FILES[path]
+    other = patched(text, insertions) if (root / path).read_text() == text else text
+    (root / path).write_text(other)
 
 
 def read_only(root):
@@ -132,21 +141,24 @@ def no_checkout(root):
     (root / "nemo_rl").rename(root / "elsewhere")
 
 
+@pytest.mark.parametrize("action", ["apply", "revert"])
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
         (wrong_version, "none of the supported versions of NeMo-RL; check out one of v1 (012345678), v2 (fedcba987)"),
         (dirty_file, "nemo_rl/sub/two.py differs from that of v1"),
         (missing_file, "nemo_rl/three.py is missing"),
-        (half_patched, "is half patched: 1 of 3 files, nemo_rl/one.py is among them"),
+        (half_patched, "is half patched: "),
         (read_only, "is read-only"),
         (no_checkout, "has no folder nemo_rl"),
     ],
 )
-def test_refusals_are_one_line_and_change_nothing(checkout, sets, capsys, spoil, told):
+def test_refusals_are_one_line_and_change_nothing(checkout, main, capsys, spoil, told, action):
+    if action == "revert":
+        patching.apply(checkout)
     spoil(checkout)
     before = tree(checkout)
-    assert main(["apply", "--upstream", str(checkout)], sets) == 2
+    assert main(["patch", action, "--upstream", str(checkout)]) == 2
     for folder, _, _ in os.walk(checkout):
         os.chmod(folder, 0o755)
     error = capsys.readouterr().err
@@ -184,16 +196,13 @@ def test_a_write_that_fails_half_way_leaves_every_byte_as_it_was(checkout, sets,
     assert tree(checkout) == before
 
 
-def test_exit_codes_tell_the_state(checkout, sets, capsys):
+def test_exit_codes_tell_the_state(checkout, main, capsys):
     at = ["--upstream", str(checkout)]
-    assert main(["check", *at], sets) == 1
-    assert main(["status", *at], sets) == 0
-    assert main(["apply", *at], sets) == 0
-    assert main(["apply", *at], sets) == 0
-    assert main(["check", *at], sets) == 0
-    assert main(["revert", *at], sets) == 0
+    actions = {"check": 1, "status": 0, "apply": 0, "apply ": 0, "check ": 0, "revert": 0}
+    for action, code in actions.items():
+        assert main(["patch", action.strip(), *at]) == code
     said = capsys.readouterr().out.splitlines()
-    states = [
+    assert [line.split(": ")[1] for line in said] == [
         "unpatched",
         "unpatched",
         "patched (3 files)",
@@ -201,10 +210,19 @@ def test_exit_codes_tell_the_state(checkout, sets, capsys):
         "patched",
         "unpatched (3 files)",
     ]
-    assert [line.split(": ")[1] for line in said] == states
     assert all("is NeMo-RL v1" in line for line in said)
-    assert main(["apply"], sets) == 2
-    assert main(["mend", *at], sets) == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["aply", "--upstream", "."], "error: aply is not an action of patch; did you mean apply?"),
+        (["apply"], "error: the following arguments are required: --upstream; see nemo-ext patch --help"),
+    ],
+)
+def test_a_wrong_command_is_a_line(main, capsys, argv, told):
+    assert main(["patch", *argv]) == 2
+    assert capsys.readouterr().err.splitlines() == [told]
 
 
 @pytest.mark.parametrize("line", ["-removed", " context", "@@ -1,1 +1,2 @@"])
