@@ -6,9 +6,26 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-# Settings of which this version has some values only. A row goes when the rest works.
-AVAILABLE: dict[str, tuple] = {
-    "policy.draft.speculator_type": ("eagle3",),
+# Keys of `policy.draft` that only some kinds of draft read; all kinds read the others.
+READ_BY: dict[str, tuple[str, ...]] = {
+    "ttt_steps": ("eagle3",),
+    "ttt_pass_weights": ("eagle3",),
+    "mask_out_of_draft_vocab": ("eagle3",),
+    "norm_output": ("eagle3",),
+    "norm_before_residual": ("eagle3",),
+    "fc_norm": ("eagle3",),
+    "trunk_residency": ("eagle3",),
+    "trunk_budget_gb": ("eagle3",),
+    "gamma": ("dflash", "dspark"),
+    "anchors_per_seq": ("dflash", "dspark"),
+    "mask_token_id": ("dflash", "dspark"),
+    "sliding_window": ("dflash", "dspark"),
+    "loss_weighting": ("dflash", "dspark"),
+    "hard_labels": ("dflash",),
+    "markov_rank": ("dspark",),
+    "ce_loss_alpha": ("dspark",),
+    "tv_loss_alpha": ("dspark",),
+    "confidence_head_alpha": ("dspark",),
 }
 
 
@@ -103,15 +120,6 @@ def _lines(model: type[BaseModel], error: dict[str, Any], path: str) -> list[str
     return [f"{name} is {text}; it must be {_TYPES.get(kind, error['msg'])}"]
 
 
-def not_yet(setting: str, value: Any) -> list[str]:
-    """A line if a later version is needed for this value of the setting; else []."""
-    available = AVAILABLE.get(setting, (value,))
-    if value in available:
-        return []
-    works = " or ".join(show(v) for v in available)
-    return [f"{setting} is {show(value)}, which is not available yet in this version; set {works}"]
-
-
 def show(value: Any) -> str:
     """A value as YAML has it, cut to 80 characters; sections by their kind only."""
     if isinstance(value, dict):
@@ -166,7 +174,7 @@ class DraftConfig(Section):
     Attributes:
         enabled: train the draft along with the policy. Off, a draft that `speculative_config` serves stays frozen.
         engine: `nemo_ext`, this package.
-        speculator_type: the kind of draft.
+        speculator_type: the kind of draft; `READ_BY` has the keys that belong to some kinds only.
         model_name: draft folder (Hugging Face, safetensors) to start from; null makes a fresh one.
         loss_weight: lambda of `L_RL + lambda * L_draft`.
         num_layers: decoder layers of the draft; null: 1, or the checkpoint's.
@@ -180,6 +188,16 @@ class DraftConfig(Section):
             that says true must be confirmed here, because other trainers write the same key with another meaning.
         norm_before_residual: the residual is the normed feature. null: false, or the checkpoint's.
         fc_norm: an RMSNorm per tap before `fc`. null: false, or the checkpoint's.
+        gamma: tokens that a block drafts. null: the checkpoint's; a fresh draft needs a number.
+        anchors_per_seq: blocks per sequence and step, drawn from the rows whose next token is trained on.
+        mask_token_id: policy token whose embedding stands in a block's open slots; one that texts do not have. null: the
+            checkpoint's; a fresh draft needs one.
+        sliding_window: keys that a slot sees, of trunk and block; null: all, or as the checkpoint has it.
+        loss_weighting: of a block's slots: `uniform`, or `exp`, falling with the distance from the anchor.
+        hard_labels: a DFlash draft learns the tokens that came, not the policy's distributions.
+        markov_rank: of a DSpark draft's head over the token before; null: 64, or the checkpoint's.
+        ce_loss_alpha, tv_loss_alpha, confidence_head_alpha: weights of DSpark's three terms: cross-entropy with the token
+            that came, L1 distance of the distributions (not halved), and the confidence head's.
         trunk_residency: under context parallelism, where the trunk's keys and values live over the passes. `ring`: they
             go round in every pass; `resident`: each rank keeps the shards that pass 1 received; `auto`: resident if it
             fits the budget. The numbers are the same.
@@ -203,6 +221,16 @@ class DraftConfig(Section):
     norm_output: bool | None = None
     norm_before_residual: bool | None = None
     fc_norm: bool | None = None
+    gamma: int | None = Field(None, ge=1)
+    anchors_per_seq: int = Field(512, ge=1)
+    mask_token_id: int | None = Field(None, ge=0)
+    sliding_window: int | None = Field(None, ge=1)
+    loss_weighting: Literal["uniform", "exp"] = "exp"
+    hard_labels: bool = False
+    markov_rank: int | None = Field(None, ge=1)
+    ce_loss_alpha: float = Field(0.1, ge=0)
+    tv_loss_alpha: float = Field(0.9, ge=0)
+    confidence_head_alpha: float = Field(1.0, ge=0)
     trunk_residency: Literal["ring", "resident", "auto"] = "auto"
     trunk_budget_gb: float = Field(1.0, ge=0)
     tap_transport: Literal["auto", "local", "shm", "p2p", "nixl"] = "auto"
@@ -218,13 +246,10 @@ class DraftConfig(Section):
         """What a resident trunk may take per rank."""
         return {"ring": 0.0, "resident": float("inf"), "auto": self.trunk_budget_gb * 1e9}[self.trunk_residency]
 
-    @field_validator("speculator_type")
-    @classmethod
-    def _available(cls, value: str) -> str:
-        lines = not_yet("policy.draft.speculator_type", value)
-        if lines:
-            raise ValueError(lines[0].removeprefix("policy.draft."))
-        return value
+    @property
+    def unread_keys(self) -> set[str]:
+        """Keys that this kind of draft does not read."""
+        return {key for key, kinds in READ_BY.items() if self.speculator_type not in kinds}
 
     @field_validator("aux_layer_indices")
     @classmethod
@@ -236,6 +261,27 @@ class DraftConfig(Section):
         if value is not None and value[0] < 0:
             raise ValueError(f"aux_layer_indices is {value}; layers are numbered from 0")
         return value
+
+    @model_validator(mode="after")
+    def _nothing_unread(self) -> "DraftConfig":
+        # A recipe may stand on another kind's, so what says no more than the default says nothing.
+        for key in READ_BY:
+            value, default = getattr(self, key), type(self).model_fields[key].default
+            if key in self.unread_keys and value != default:
+                raise ValueError(
+                    f"{key} is {show(value)}, which is a setting of {' and '.join(READ_BY[key])} and not of "
+                    f"speculator_type {self.speculator_type}; leave it out, or set {show(default)}, the default"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _tokens_are_learnt(self) -> "DraftConfig":
+        if self.ce_loss_alpha == self.tv_loss_alpha == 0:
+            raise ValueError(
+                f"ce_loss_alpha is {self.ce_loss_alpha} and tv_loss_alpha is {self.tv_loss_alpha}, so nothing would teach "
+                "the draft its tokens; set one of them > 0"
+            )
+        return self
 
     @model_validator(mode="after")
     def _weights_fit_passes(self) -> "DraftConfig":

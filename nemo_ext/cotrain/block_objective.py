@@ -4,7 +4,6 @@ Legend: T rows of this rank, R rows of the whole padded pack, E rows with halo, 
 N = B * S, H hidden size, V target vocabulary.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +11,9 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from nemo_ext.cotrain.block_metrics import BlockSums, block_metrics
+from nemo_ext.cotrain.block_plan import BlockPlan, Draw
 from nemo_ext.cotrain.eagle3_objective import TargetOutputs
-from nemo_ext.drafts.anchors import Blocks, blocks_of, draw_anchors
+from nemo_ext.drafts.anchors import Blocks
 from nemo_ext.drafts.dflash import DFlashDraft
 from nemo_ext.layout import PackedLayout
 from nemo_ext.losses import (
@@ -27,14 +27,6 @@ from nemo_ext.losses import (
     slot_weights,
 )
 from nemo_ext.losses.vocab_parallel import vocab_parallel_logsumexp
-
-
-@dataclass(frozen=True)
-class Draw:
-    """What the anchors of one microbatch hang on: a number per sequence, and the number of the optimizer step."""
-
-    sample_ids: Sequence[int]
-    step: int
 
 
 @dataclass
@@ -54,8 +46,7 @@ class BlockObjective:
 
     Args:
         draft: the draft module of this rank, `DFlashDraft` or `DSparkDraft`.
-        anchors_per_seq: blocks per sequence, where it has as many rows to start from.
-        seed: of the anchors.
+        plan: which blocks it trains on.
         terms: weights of cross-entropy and total variation.
         loss_weighting: `uniform` or `exp` (`losses.slot_weights`).
         confidence_alpha: weight of the confidence head's loss.
@@ -70,8 +61,7 @@ class BlockObjective:
         self,
         draft: DFlashDraft,
         *,
-        anchors_per_seq: int,
-        seed: int,
+        plan: BlockPlan,
         terms: LossTerms,
         loss_weighting: str = "exp",
         confidence_alpha: float = 0.0,
@@ -84,8 +74,7 @@ class BlockObjective:
     ):
         self.draft = draft
         self.cfg = draft.cfg
-        self.anchors_per_seq = anchors_per_seq
-        self.seed = seed
+        self.plan = plan
         self.slot_weights = slot_weights(self.cfg.kind, self.cfg.gamma, loss_weighting)
         self.terms = terms
         self.confidence_alpha = confidence_alpha
@@ -99,30 +88,6 @@ class BlockObjective:
     def halo(self, layout: PackedLayout):
         """Slot `s` is taught by the row `s` after its anchor; tokens and masks of the pack are known to every rank."""
         return layout.halo(self.cfg.gamma - 1)
-
-    def blocks(self, layout: PackedLayout, label_mask_R: torch.Tensor, draw: Draw) -> Blocks:
-        """This rank's blocks."""
-        anchors_A = draw_anchors(
-            layout,
-            label_mask_R,
-            draw.sample_ids,
-            anchors_per_seq=self.anchors_per_seq,
-            seed=self.seed,
-            step=draw.step,
-        )
-        return blocks_of(layout, label_mask_R, anchors_A, self.cfg.gamma)
-
-    def embed_ids(
-        self, layout: PackedLayout, label_mask_R: torch.Tensor, tokens_R: torch.Tensor, draw: Draw
-    ) -> torch.Tensor:
-        """Long `[B + 1]`: ids whose input embeddings `TargetOutputs.embeds_EH` must hold, the anchors' and the mask's."""
-        blocks = self.blocks(layout, label_mask_R, draw)
-        ids_B = tokens_R[layout.local_rows[blocks.local_rows_B]]
-        return torch.cat([ids_B, ids_B.new_tensor([self.cfg.mask_token_id])])
-
-    def count(self, layout: PackedLayout, label_mask_R: torch.Tensor, draw: Draw) -> torch.Tensor:
-        """`[S]` counted slots of this rank. Their sum over microbatches, DP and CP is `N_j` of contract B.6."""
-        return self.blocks(layout, label_mask_R, draw).mask_BS.sum(0, dtype=torch.float64)
 
     def denominator(self, count_S: torch.Tensor) -> torch.Tensor:
         """`sum_s w_s N_s` from the global counts; 1 when nothing counts, so that the loss is a plain zero."""
@@ -155,10 +120,10 @@ class BlockObjective:
         Args:
             label_mask_R: 1 on tokens of the padded pack that are trained on.
             tokens_R: its token ids.
-            target: with `embeds_EH` of `embed_ids` in that order.
+            target: with `embeds_EH` of the plan's `embed_ids` in that order.
             denominator: of the whole step.
         """
-        blocks = self.blocks(layout, label_mask_R, draw)
+        blocks = self.plan.blocks(layout, label_mask_R, draw)
         hidden_BSH = self.draft(
             target.taps_TK,
             target.embeds_EH[:-1],

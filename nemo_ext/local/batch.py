@@ -32,13 +32,15 @@ class StepPlan:
     loss: str  # "grpo" or "supervised"
     train_policy: bool = True
     train_draft: bool = True
+    number: int = 0  # of the step in its run: what is drawn at random hangs on it
 
 
 @dataclass
 class Microbatch:
-    """One pack. Everything but the layout is a full-pack row vector, aligned with the token that is predicted."""
+    """One pack. The `_R` are full-pack row vectors, aligned with the token that is predicted."""
 
     layout: PackedLayout
+    sample_ids: list[int]  # of each sequence: its sample's place in the global batch, the same in every parallel layout
     tokens_R: torch.Tensor
     label_mask_R: torch.Tensor  # float, 1 on tokens that are trained on
     advantage_R: torch.Tensor
@@ -61,11 +63,14 @@ def microbatches(
     cp_rank: int,
     pad_multiple: int,
     count_multiple: int = 1,
+    first: int = 0,
+    stride: int = 1,
 ) -> list[Microbatch]:
     """Cuts samples into microbatches, in order, as many as a multiple of `count_multiple` (virtual stages want that).
 
     Packed: as many sequences as fit into `max_tokens` padded rows, a sequence that is longer alone. Not packed:
-    `max_sequences` at a time, all padded to the longest, which is a pack whose padding multiple is that length.
+    `max_sequences` at a time, all padded to the longest, which is a pack whose padding multiple is that length. The samples
+    are those at `first`, `first + stride`, ... of the global batch.
     """
     unit = math.lcm(2 * cp_size, pad_multiple)
     groups: list[list[Sample]] = [[]]
@@ -78,8 +83,10 @@ def microbatches(
         groups[-1].append(sample)
     while len(groups) % count_multiple:
         groups.append([Sample([0], [0], [0.0], mask=0.0)])
-    made = []
+    made, place = [], 0
     for group in groups:
+        sample_ids = [first + stride * (place + i) for i in range(len(group))]
+        place += len(group)
         multiple = pad_multiple
         if not packed:
             multiple = -(-max(map(len, group)) // unit) * unit
@@ -87,6 +94,7 @@ def microbatches(
         made.append(
             Microbatch(
                 layout,
+                sample_ids,
                 layout.pack([torch.tensor(s.prompt + s.response) for s in group]),
                 layout.pack([_on_response(s, [s.mask] * len(s.response)) for s in group]),
                 layout.pack([_on_response(s, [s.advantage] * len(s.response)) for s in group]),

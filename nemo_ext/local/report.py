@@ -188,6 +188,12 @@ def _plots(metrics: Metrics):
             figures.places(metrics, "draft_loss_per_pass", "cross entropy (nats)", "pass"),
             "Pass d learns the d-th token of a drafted chain.",
         )
+    if series(metrics, "draft_loss_per_slot")[0]:
+        yield plot(
+            "Draft loss per slot",
+            figures.places(metrics, "draft_loss_per_slot", "cross entropy (nats)", "slot"),
+            "Slot s of a block learns the s-th token after its anchor.",
+        )
     yield plot("Time per phase", figures.phases(metrics))
     yield plot("Response length", figures.curve(metrics, "response_tokens_mean", "tokens", figures.MODE_COLORS["none"]))
     yield plot("Policy loss", figures.curve(metrics, "policy_loss", "loss", figures.MODE_COLORS["none"]))

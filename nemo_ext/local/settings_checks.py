@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_ext.config import ConfigError, default_taps, show, taps_outside, validated
-from nemo_ext.drafts.eagle3_config import Eagle3Config
-from nemo_ext.drafts.eagle3_folder import CONFIG, PICKLES, WEIGHTS, check_draft_folder, rope_type
+from nemo_ext.config import ConfigError, show, validated
+from nemo_ext.drafts.eagle3_folder import CONFIG, PICKLES, WEIGHTS, rope_type
+from nemo_ext.local.draft_kinds import Shape, kind_of
 from nemo_ext.local.settings import RunConfig
 from nemo_ext.local.task_checks import task_lines
 from nemo_ext.local.yaml_config import load_yaml
@@ -45,26 +45,21 @@ def checked(data: Mapping[str, Any]) -> RunConfig:
         shape = _draft_shape(config, policy)
     except ConfigError as error:
         raise ConfigError(*lines, *error.lines) from None
+    draft, speculative = config.policy.draft, config.policy.generation.vllm_kwargs.speculative_config
     lines += [*_shapes(config, policy, shape), *_shards(config, policy, shape)]
+    lines += kind_of(draft).serving_lines(shape, speculative) if speculative else []
     if lines:
         raise ConfigError(*lines)
-    draft = config.policy.draft
     draft.aux_layer_indices = list(shape.tap_layers)
-    for key in ("num_layers", "draft_vocab_size", "norm_output", "norm_before_residual", "fc_norm"):
+    for key in kind_of(draft).filled:
         setattr(draft, key, getattr(shape, key))
     return config
 
 
 def notes(config: RunConfig) -> list[str]:
     """What is allowed but may surprise."""
-    speculative = config.policy.generation.vllm_kwargs.speculative_config
-    passes = config.policy.draft.ttt_steps
-    if speculative is None or speculative.num_speculative_tokens <= passes:
-        return []
-    return [
-        f"speculative_config.num_speculative_tokens is {speculative.num_speculative_tokens}, policy.draft.ttt_steps is "
-        f"{passes}: tokens after the {passes}th are drafted at depths that the draft was not trained for"
-    ]
+    draft, speculative = config.policy.draft, config.policy.generation.vllm_kwargs.speculative_config
+    return list(kind_of(draft).serving_notes(draft, speculative)) if speculative else []
 
 
 def policy_hf_config(config: RunConfig) -> dict:
@@ -95,31 +90,15 @@ def policy_hf_config(config: RunConfig) -> dict:
     return policy
 
 
-def _draft_shape(config: RunConfig, policy: dict) -> Eagle3Config:
+def _draft_shape(config: RunConfig, policy: dict) -> Shape:
     """The draft's whole shape: its checkpoint's, or a fresh one's."""
     draft = config.policy.draft
+    kind = kind_of(draft)
     if draft.model_name is not None:
-        return check_draft_folder(
-            draft.model_name, policy, draft, max_length=config.policy.generation.vllm_cfg.max_model_len
-        )
-    taps = draft.aux_layer_indices or default_taps(policy["num_hidden_layers"])
-    lines = taps_outside(taps, policy["num_hidden_layers"])
-    if draft.draft_vocab_size and draft.draft_vocab_size > policy["vocab_size"]:
-        lines.append(
-            f"policy.draft.draft_vocab_size is {draft.draft_vocab_size}, more than the policy's vocabulary of "
-            f"{policy['vocab_size']}; set less, or null for all of it"
-        )
-    if lines:
+        return kind.folder_shape(draft, policy, config.policy.generation.vllm_cfg.max_model_len)
+    if lines := list(kind.fresh_lines(draft, policy)):
         raise ConfigError(*lines)
-    return Eagle3Config.for_policy(
-        policy,
-        taps,
-        num_layers=draft.num_layers or 1,
-        draft_vocab_size=draft.draft_vocab_size,
-        norm_output=bool(draft.norm_output),
-        norm_before_residual=bool(draft.norm_before_residual),
-        fc_norm=bool(draft.fc_norm),
-    )
+    return kind.fresh_shape(draft, policy)
 
 
 def _layout(config: RunConfig) -> Iterator[str]:
@@ -203,7 +182,7 @@ def _speculation(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _shapes(config: RunConfig, policy: dict, draft: Eagle3Config) -> Iterator[str]:
+def _shapes(config: RunConfig, policy: dict, draft: Shape) -> Iterator[str]:
     """Shapes that both Megatron here and vLLM's CPU engine take."""
     where = "policy.model" if config.policy.model else f"policy.model_name is {config.policy.model_name}: {CONFIG}"
     plain = {"model_type": "qwen3", "hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
@@ -231,7 +210,7 @@ def _shapes(config: RunConfig, policy: dict, draft: Eagle3Config) -> Iterator[st
         )
 
 
-def _shards(config: RunConfig, policy: dict, draft: Eagle3Config) -> Iterator[str]:
+def _shards(config: RunConfig, policy: dict, draft: Shape) -> Iterator[str]:
     """Everything that tensor parallelism cuts must come out even."""
     size = config.policy.megatron_cfg.tensor_model_parallel_size
     cut = {

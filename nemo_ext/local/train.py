@@ -103,7 +103,8 @@ class Trainer:
         rollout = self.rollout(step)
         trained_from = time.monotonic()
         metrics = {"step": step, **rollout.metrics}
-        metrics |= self._policy.call("step", rollout.samples, StepPlan("grpo", True, self._config.policy.draft.enabled))
+        plan = StepPlan("grpo", train_draft=self._config.policy.draft.enabled, number=step)
+        metrics |= self._policy.call("step", rollout.samples, plan)
         metrics["train_s"] = time.monotonic() - trained_from
         metrics["refresh_s"] = self.refresh(self.version + 1)
         metrics["weights_version"] = self.version

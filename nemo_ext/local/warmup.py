@@ -4,16 +4,15 @@ import hashlib
 import json
 import shutil
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from nemo_ext.config import ConfigError, default_taps
-from nemo_ext.drafts.eagle3_config import Eagle3Config
-from nemo_ext.drafts.eagle3_init import init_eagle3
+from nemo_ext.config import ConfigError
 from nemo_ext.local.batch import Sample, StepPlan
 from nemo_ext.local.cluster import PolicyGroup
+from nemo_ext.local.draft_kinds import Shape, kind_of
 from nemo_ext.local.hf_folder import CONFIG, read_hf_folder, save_hf_folder
 from nemo_ext.local.settings import RunConfig
 from nemo_ext.local.tasks import Tasks
@@ -72,7 +71,7 @@ def _hash(config: RunConfig) -> str:
         "model": policy.model.model_dump() if policy.model else None,
         "data": config.data.model_dump(exclude={"warmup": {"cache_dir"}}),
         "seed": config.grpo.seed,
-        "draft": draft.model_dump(exclude={*_NOT_IN_DRAFT, "optimizer"}),
+        "draft": draft.model_dump(exclude={*_NOT_IN_DRAFT, *draft.unread_keys, "optimizer"}),
         "optimizers": [o.model_dump(exclude={"lr", "lr_warmup_iters"}) for o in optimizers],
         "draft_model_name": _fingerprint(draft.model_name),
         "temperature": policy.generation.temperature,
@@ -119,29 +118,15 @@ def _initial_folders(config: RunConfig, start: Start) -> None:
         tokenizer.save_pretrained(start.policy)
         hf_config = policy.model.hf_config(eos_token_id=Codec(tokenizer).end_id)
         save_hf_folder(start.policy, hf_config, init_policy(hf_config, config.grpo.seed))
+    kind = kind_of(draft)
+    hf_config, weights = read_hf_folder(start.policy)
     if draft.model_name:
-        _import_draft(draft.model_name, start)
+        save_hf_folder(start.draft, *kind.imported(*read_hf_folder(draft.model_name), weights))
         return
-    hf_config = json.loads((start.policy / CONFIG).read_text())
-    cfg = Eagle3Config.for_policy(
-        hf_config,
-        draft.aux_layer_indices or default_taps(hf_config["num_hidden_layers"]),
-        num_layers=draft.num_layers or 1,
-        draft_vocab_size=draft.draft_vocab_size,
-        norm_output=bool(draft.norm_output),
-        norm_before_residual=bool(draft.norm_before_residual),
-        fc_norm=bool(draft.fc_norm),
-    )
-    target_ids = _frequent_ids(config, start, cfg) if cfg.reduced_vocab else None
-    save_hf_folder(start.draft, cfg.to_hf(), init_eagle3(cfg, config.grpo.seed + 1, target_ids))
-
-
-def _import_draft(folder: str, start: Start) -> None:
-    """A checked draft folder under the names and in the precision that the trainer streams."""
-    hf_config, tensors = read_hf_folder(folder)
-    hf_config["torch_dtype"] = hf_config["dtype"] = "float32"
-    named = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
-    save_hf_folder(start.draft, hf_config, {n: t.float() if t.is_floating_point() else t for n, t in named.items()})
+    shape = kind.fresh_shape(draft, hf_config)
+    target_ids = _frequent_ids(config, start, shape) if shape.reduced_vocab else None
+    head_VH = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
+    save_hf_folder(start.draft, shape.to_hf(), kind.fresh_tensors(shape, config.grpo.seed + 1, target_ids, head_VH))
 
 
 def _below(losses: list[float], bound: float | None) -> bool:
@@ -149,13 +134,13 @@ def _below(losses: list[float], bound: float | None) -> bool:
     return bound is not None and len(losses) >= 10 and sum(losses[-10:]) / 10 < bound
 
 
-def _frequent_ids(config: RunConfig, start: Start, cfg: Eagle3Config) -> torch.Tensor:
+def _frequent_ids(config: RunConfig, start: Start, shape: Shape) -> torch.Tensor:
     """The ids that answers use most, ascending: the reduced vocabulary of a fresh draft."""
     codec, counts = Codec(load_tokenizer(start.policy)), Counter()
     for problem in make_tasks(config).problems("warmup", 0, 2048):
         counts.update(codec.answer(problem.answer))
-    ranked = sorted(range(cfg.vocab_size), key=lambda i: (-counts[i], i))
-    return torch.tensor(sorted(ranked[: cfg.draft_vocab_size]))
+    ranked = sorted(range(shape.vocab_size), key=lambda i: (-counts[i], i))
+    return torch.tensor(sorted(ranked[: shape.draft_vocab_size]))
 
 
 def _train(config: RunConfig, policy_group: PolicyGroup, start: Start, report) -> None:
@@ -179,7 +164,7 @@ def _train(config: RunConfig, policy_group: PolicyGroup, start: Start, report) -
                 Sample(codec.prompt(p.question), answer := codec.answer(p.answer), [0.0] * len(answer))
                 for p in problems
             ]
-            losses.append(policy_group.call("step", samples, plan)[f"{name}_loss"])
+            losses.append(policy_group.call("step", samples, replace(plan, number=step))[f"{name}_loss"])
             warm = name == "policy" and _below(losses, warmup.stop_loss)
             if step % 20 == 0 or step == steps - 1 or warm:
                 report(f"warm-up: {name} step {step + 1}/{steps}, loss {losses[-1]:.3f}")

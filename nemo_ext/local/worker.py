@@ -5,6 +5,7 @@ Legend: T rows of this rank, E rows with halo, H hidden size, V this rank's shar
 
 import math
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,11 +15,9 @@ from nemo_ext.local import megatron_cpu  # noqa: F401  (before megatron.core)
 
 # isort: split
 from nemo_ext.attention.core_attention import PackedParams
-from nemo_ext.cotrain import Eagle3Objective, draft_metrics, embed_rows, read_target
-from nemo_ext.drafts.eagle3 import Eagle3Draft
-from nemo_ext.drafts.eagle3_config import Eagle3Config
-from nemo_ext.drafts.eagle3_hf import export_eagle3, load_eagle3
+from nemo_ext.cotrain import embed_rows, read_target
 from nemo_ext.local.batch import Microbatch, Sample, StepPlan, microbatches
+from nemo_ext.local.draft_side import DraftSide, side_of
 from nemo_ext.local.grpo_loss import grpo_loss, supervised_loss, token_log_probs
 from nemo_ext.local.hf_folder import read_hf_folder, save_hf_folder
 from nemo_ext.local.hf_policy import export_policy, load_policy, policy_digest
@@ -52,7 +51,8 @@ class PolicyWorker:
             ),
             seed=config.grpo.seed,
         )
-        self._draft: Eagle3Draft | None = None
+        self._side: DraftSide | None = None
+        self._draft: torch.nn.Module | None = None  # on the last stage
         self._channel: TapChannel | None = None
 
     def load(
@@ -94,12 +94,11 @@ class PolicyWorker:
         if draft_folder is None:
             return
         self._draft_hf_config, tensors = read_hf_folder(draft_folder)
-        shape = Eagle3Config.from_hf(self._draft_hf_config)
-        self._channel = self._open_channel(shape, config.params_dtype)
+        self._side = side_of(self._config, self._draft_hf_config)
+        self._channel = self._open_channel(self._side, config.params_dtype)
         if groups.pp.rank() < groups.pp.size() - 1:
             return
-        self._draft = Eagle3Draft(shape, config, groups.tp)
-        load_eagle3(self._draft, tensors, groups.tp)
+        self._draft = self._side.build(config, groups, tensors)
         # Wrapped apart from the policy and only then made its child: the policy's gradient buckets, norm and clip are
         # the same with a draft and without.
         self._draft_ddp = [wrap_ddp(self._draft, config)]
@@ -108,18 +107,8 @@ class PolicyWorker:
             self._draft_ddp, settings, draft_lr, settings.lr_warmup_iters, groups.tp
         )
         self._chunks[-1].draft_model = self._draft
-        self._objective = Eagle3Objective(
-            self._draft,
-            pass_weights=policy.draft.pass_weights,
-            temperature=policy.generation.temperature,
-            mask_out_of_draft_vocab=policy.draft.mask_out_of_draft_vocab,
-            tp_group=groups.tp,
-            cp_group=groups.cp,
-            recompute=policy.megatron_cfg.activation_checkpointing,
-            trunk_budget=policy.draft.trunk_budget_bytes,
-        )
 
-    def _open_channel(self, shape: Eagle3Config, dtype: torch.dtype) -> TapChannel:
+    def _open_channel(self, side: DraftSide, dtype: torch.dtype) -> TapChannel:
         """The taps' way to the last stage; its slots hold the largest microbatch that the settings allow."""
         policy, groups = self._config.policy, self._groups
         unit = math.lcm(2 * groups.cp.size(), self._pad_multiple)
@@ -129,15 +118,14 @@ class PolicyWorker:
         else:
             pack_rows = policy.train_micro_batch_size * longest
         rows = pack_rows // groups.cp.size()
-        halo_rows = 2 * self._halo_depth * (pack_rows // unit)  # two chunk ends of every sequence
         return open_channel(
             self._chunks,
-            shape.tap_layers,
+            side.shape.tap_layers,
             groups.pp,
-            width=shape.hidden_size,
+            width=side.shape.hidden_size,
             dtype=dtype,
             max_rows=rows // (groups.tp.size() if policy.megatron_cfg.sequence_parallel else 1),
-            max_embedding_rows=min(pack_rows, rows + halo_rows),
+            max_embedding_rows=side.max_embed_rows(rows, pack_rows, sequences=pack_rows // unit),
             transport=policy.draft.tap_transport,
         )
 
@@ -146,10 +134,6 @@ class PolicyWorker:
         """Sequence parallelism cuts a rank's rows once more."""
         groups = self._groups
         return 2 * groups.cp.size() * groups.tp.size() if self._config.policy.megatron_cfg.sequence_parallel else 1
-
-    @property
-    def _halo_depth(self) -> int:
-        return Eagle3Objective.halo_depth(self._config.policy.draft.ttt_steps)
 
     def _close_channel(self) -> None:
         if self._channel is not None:
@@ -179,14 +163,12 @@ class PolicyWorker:
         with_draft = with_taps and self._draft is not None
         batches = self._microbatches(samples)
         tokens = sum(sample.mask * len(sample.response) for sample in samples)
-        denominator = self._draft_denominator(batches) if with_draft else None
+        denominator = self._draft_denominator(batches, plan.number) if with_draft else None
         self._policy_optimizer.zero_grad()
         if with_draft:
             self._draft_optimizer.zero_grad()
 
-        scattered = self._groups.tp.size() if self._config.policy.megatron_cfg.sequence_parallel else 1
-        rows = [Rows(b.layout.local_total // scattered, len(b.layout.halo(self._halo_depth).rows)) for b in batches]
-        with self._channel.step(rows) if with_taps else nullcontext():
+        with self._channel.step(self._rows(batches, plan.number)) if with_taps else nullcontext():
             sums = forward_backward(
                 self._policy_ddp, self._forward_step(plan, max(tokens, 1.0), denominator), batches, self._groups
             )
@@ -203,7 +185,7 @@ class PolicyWorker:
             finalize_grads(self._draft_ddp, self._groups)
             metrics["draft_grad_norm"] = self._draft_optimizer.step()
             draft_sums = self._reduce(torch.stack([s["draft"] for s in sums]).sum(0))
-            metrics |= draft_metrics(draft_sums, self._objective.pass_weights)
+            metrics |= self._side.metrics(draft_sums)
         return metrics
 
     def _microbatches(self, samples: list[Sample]) -> list[Microbatch]:
@@ -217,19 +199,27 @@ class PolicyWorker:
             cp_rank=groups.cp.rank(),
             pad_multiple=self._pad_multiple,
             count_multiple=groups.pp.size() if policy.megatron_cfg.virtual_pipeline_model_parallel_size else 1,
+            first=groups.dp.rank(),
+            stride=groups.dp.size(),
         )
 
-    def _draft_denominator(self, batches: list[Microbatch]) -> torch.Tensor:
-        """The global `sum_d alpha_d N_d`: one reduction per step, over DP and CP, never over TP."""
-        count_P = sum(self._objective.count(batch.layout, batch.label_mask_R) for batch in batches)
-        return self._objective.denominator(self._reduce(count_P))
+    def _rows(self, batches: list[Microbatch], step: int) -> list[Rows]:
+        """What travels to the last stage for each microbatch."""
+        scattered = self._groups.tp.size() if self._config.policy.megatron_cfg.sequence_parallel else 1
+        return [Rows(b.layout.local_total // scattered, len(self._side.embed_ids(b, step))) for b in batches]
+
+    def _draft_denominator(self, batches: list[Microbatch], step: int) -> torch.Tensor:
+        """The global weighted count: one reduction per step, over DP and CP, never over TP."""
+        counts = sum(self._side.count(batch, step) for batch in batches)
+        return self._side.denominator(self._reduce(counts))
 
     def _forward_step(self, plan: StepPlan, tokens: float, denominator: torch.Tensor | None):
         config, groups, channel = self._config, self._groups, self._channel
 
         def forward_step(data_iterator, model):
             batch: Microbatch = next(data_iterator)
-            with channel.forward(model, lambda: self._embedding(batch)) if channel else nullcontext() as landing:
+            embed = partial(self._embedding, batch, plan.number)
+            with channel.forward(model, embed) if channel else nullcontext() as landing:
                 output = model(
                     input_ids=batch.tokens_R[batch.layout.local_rows][None],
                     position_ids=None,
@@ -254,7 +244,7 @@ class PolicyWorker:
                 total, sums = policy.loss, {"policy": policy.sums()}
                 if denominator is not None:
                     target = read_target(self._chunks[-1], landing, logits_1TV.squeeze(0), groups.tp)
-                    draft = self._objective.loss(batch.layout, batch.label_mask_R, target, denominator)
+                    draft = self._side.loss(batch, plan.number, target, denominator)
                     weighted = config.policy.draft.loss_weight * draft.loss
                     total = landing.freed_after(total + weighted if plan.train_policy else weighted)
                     sums["draft"] = draft.sums()
@@ -264,9 +254,9 @@ class PolicyWorker:
 
         return forward_step
 
-    def _embedding(self, batch: Microbatch) -> torch.Tensor:
-        """Embedding rows with halo, on the first stage, which has all ids: a lookup."""
-        ids_E = batch.tokens_R[batch.layout.halo(self._halo_depth).rows]
+    def _embedding(self, batch: Microbatch, step: int) -> torch.Tensor:
+        """The draft's embedding rows, on the first stage, which has all ids: a lookup."""
+        ids_E = self._side.embed_ids(batch, step)
         return embed_rows(self._chunks[0].embedding.word_embeddings, ids_E, self._groups.tp)
 
     def _reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -279,7 +269,7 @@ class PolicyWorker:
         groups = self._groups
         stream = list(export_policy(self._chunks, self._hf_config, groups))
         if self._draft is not None:
-            stream += [(f"draft.{name}", t.clone()) for name, t in export_eagle3(self._draft, groups.tp)]
+            stream += [(f"draft.{name}", t.clone()) for name, t in self._side.export()]
         first = groups.tp.rank() == 0 and groups.dp_cp.rank() == 0
         return stream if first and groups.pp.rank() == groups.pp.size() - 1 else None
 

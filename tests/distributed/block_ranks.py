@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from nemo_ext.cotrain.block_objective import Draw
+from nemo_ext.cotrain import Draw
 from nemo_ext.drafts.block_hf import export_block
 from nemo_ext.layout import PackedLayout
 from tests.unit.block_cases import (
@@ -68,7 +68,7 @@ def _run(case: Case, tp_group, cp_group) -> Seen:
     )
     draft = make_draft(cfg, make_tensors(cfg, case.seed), tp_group, tp=tp_group.size())
     objective = make_objective(draft, tp_group=tp_group, cp_group=cp_group, **case.options)
-    count_S = objective.count(layout, layout.pack(pack.mask), case.draw)
+    count_S = objective.plan.count(layout, layout.pack(pack.mask), case.draw)
     dist.all_reduce(count_S, group=cp_group)
     head_VH = pack.head_VH.chunk(tp_group.size())[tp_group.rank()]
     got = run_objective(objective, pack, layout, case.draw, head_VH, objective.denominator(count_S))
@@ -78,6 +78,6 @@ def _run(case: Case, tp_group, cp_group) -> Seen:
         dist.all_reduce(total, group=cp_group)
     blocks = [None] * cp_group.size()
     dist.all_gather_object(
-        blocks, len(objective.blocks(layout, layout.pack(pack.mask), case.draw).local_rows_B), group=cp_group
+        blocks, len(objective.plan.blocks(layout, layout.pack(pack.mask), case.draw).local_rows_B), group=cp_group
     )
     return Seen(loss, sums, export_gradients(draft, export_block(draft, tp_group)), blocks)

@@ -12,8 +12,7 @@ from nemo_ext.local import megatron_cpu  # noqa: F401  (before megatron.core)
 # isort: split
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from nemo_ext.cotrain import TargetOutputs
-from nemo_ext.cotrain.block_objective import BlockObjective, Draw
+from nemo_ext.cotrain import BlockObjective, BlockPlan, Draw, TargetOutputs
 from nemo_ext.drafts.anchors import draw_anchors
 from nemo_ext.drafts.block_config import FULL, SLIDING, BlockConfig
 from nemo_ext.drafts.block_hf import load_block
@@ -117,9 +116,8 @@ def make_pack(lengths: list[int], seed: int = 1, trained: float = 0.7) -> Pack:
 def make_objective(draft, terms: LossTerms | None = None, **options) -> BlockObjective:
     cfg = draft.cfg
     settings = {
-        "anchors_per_seq": 3,
+        "plan": BlockPlan(cfg, anchors_per_seq=3, seed=11),
         "loss_weighting": "exp" if cfg.kind == "dspark" else "uniform",
-        "seed": 11,
         "terms": terms or (DSPARK_TERMS if cfg.kind == "dspark" else LossTerms()),
         "confidence_alpha": 1.0 if cfg.confidence_head else 0.0,
         "target_transform": LogitTransform(0.9, softcap=4.0),
@@ -134,13 +132,13 @@ def run_objective(objective: BlockObjective, pack: Pack, layout: PackedLayout, d
     hidden_TH = layout.shard(layout.pack(pack.hidden))
     target = TargetOutputs(
         taps_TK=layout.shard(layout.pack(pack.taps)),
-        embeds_EH=pack.table_VH[objective.embed_ids(layout, mask_R, tokens_R, draw)],
+        embeds_EH=pack.table_VH[objective.plan.embed_ids(layout, mask_R, tokens_R, draw)],
         hidden_TH=hidden_TH,
         logits_TV=objective.target_transform.apply_(hidden_TH @ head_VH.T),
         head_VH=head_VH,
     )
     if denominator is None:
-        denominator = objective.denominator(objective.count(layout, mask_R, draw))
+        denominator = objective.denominator(objective.plan.count(layout, mask_R, draw))
     return objective.loss(layout, mask_R, tokens_R, draw, target, denominator)
 
 
@@ -158,8 +156,9 @@ class Dense:
 def dense_loss(cfg: BlockConfig, tensors, pack: Pack, objective: BlockObjective, draw: Draw) -> Dense:
     """Loss of all blocks of the pack, normalised by their own counts, from the dense reference."""
     layout = PackedLayout(pack.lengths)
+    plan = objective.plan
     rows_A = draw_anchors(
-        layout, layout.pack(pack.mask), draw.sample_ids, anchors_per_seq=objective.anchors_per_seq, seed=objective.seed,
+        layout, layout.pack(pack.mask), draw.sample_ids, anchors_per_seq=plan.anchors_per_seq, seed=plan.seed,
         step=draw.step,
     )  # fmt: skip
     sequences, positions = layout.sequences_of(rows_A), layout.positions_of(rows_A)

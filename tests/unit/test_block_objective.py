@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nemo_ext.cotrain.block_objective import Draw
+from nemo_ext.cotrain import Draw
 from nemo_ext.drafts.block_hf import export_block, load_block
 from nemo_ext.layout import PackedLayout
 from nemo_ext.losses import LossTerms
@@ -119,7 +119,7 @@ def test_microbatches_add_up_to_the_whole_pack(name):
         draws = [Draw([DRAW.sample_ids[i] for i in part], DRAW.step) for part in parts]
         layouts = [PackedLayout(pack.lengths, pad_multiple=2) for pack in cut]
         batches = list(zip(cut, layouts, draws, strict=True))
-        denominator = objective.denominator(sum(objective.count(y, y.pack(p.mask), d) for p, y, d in batches))
+        denominator = objective.denominator(sum(objective.plan.count(y, y.pack(p.mask), d) for p, y, d in batches))
         losses = [run_objective(objective, p, y, d, whole.head_VH, denominator) for p, y, d in batches]
         sum(each.loss for each in losses).backward()
         found.append((sum(each.sums() for each in losses), export_gradients(draft, export_block(draft))))

@@ -3,11 +3,11 @@
 import pytest
 
 from nemo_ext.config import (
+    READ_BY,
     ConfigError,
     DraftConfig,
     Section,
     default_taps,
-    not_yet,
     show,
     taps_outside,
     validated,
@@ -64,7 +64,7 @@ def test_one_wrong_key_is_one_line_with_its_path_value_and_remedy(keys, line):
 
 def test_a_key_far_from_all_others_lists_them():
     (line,) = lines(zzz=1)
-    assert line.startswith("policy.draft.zzz is not a setting; the settings in policy.draft are aux_layer_indices, ")
+    assert line.startswith("policy.draft.zzz is not a setting; the settings in policy.draft are anchors_per_seq, ")
 
 
 @pytest.mark.parametrize("taps", [[2, 1], [1, 1, 2]])
@@ -73,11 +73,48 @@ def test_taps_that_vllm_would_reorder_are_refused(taps):
     assert line == f"policy.draft.aux_layer_indices is {taps}; vLLM sorts layers and drops repeats, so give [1, 2]"
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
-def test_draft_kinds_of_later_versions_are_told_so(kind):
-    assert lines(speculator_type=kind) == [
-        f"policy.draft.speculator_type is {kind}, which is not available yet in this version; set eagle3"
-    ]
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"gamma": 0}, "policy.draft.gamma is 0; it must be >= 1"),
+        ({"sliding_window": 0}, "policy.draft.sliding_window is 0; it must be >= 1"),
+        ({"anchors_per_seq": 0}, "policy.draft.anchors_per_seq is 0; it must be >= 1"),
+        ({"mask_token_id": -1}, "policy.draft.mask_token_id is -1; it must be >= 0"),
+        ({"markov_rank": 0}, "policy.draft.markov_rank is 0; it must be >= 1"),
+        ({"tv_loss_alpha": -0.5}, "policy.draft.tv_loss_alpha is -0.5; it must be >= 0"),
+        ({"loss_weighting": "expo"}, "policy.draft.loss_weighting is expo; did you mean exp?"),
+        ({"anchors_per_sequence": 4}, "policy.draft.anchors_per_sequence is not a setting; did you mean anchors_per_seq?"),
+        ({"ce_loss_alpha": 0.0, "tv_loss_alpha": 0.0},
+         "policy.draft.ce_loss_alpha is 0.0 and tv_loss_alpha is 0.0, so nothing would teach the draft its tokens; set one "
+         "of them > 0"),
+    ],
+)  # fmt: skip
+def test_a_block_drafts_wrong_key_is_one_line(keys, line):
+    assert lines(speculator_type="dspark", **keys) == [line]
+
+
+# A value of each key that is not its default.
+OTHER_VALUES = {
+    "ttt_steps": 4, "ttt_pass_weights": [1.0, 1.0, 1.0], "mask_out_of_draft_vocab": True, "norm_output": False,
+    "norm_before_residual": True, "fc_norm": True, "trunk_residency": "ring", "trunk_budget_gb": 2.0, "gamma": 4,
+    "anchors_per_seq": 9, "mask_token_id": 0, "sliding_window": 8, "loss_weighting": "uniform", "hard_labels": True,
+    "markov_rank": 8, "ce_loss_alpha": 0.2, "tv_loss_alpha": 0.5, "confidence_head_alpha": 0.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark"])
+@pytest.mark.parametrize("key", READ_BY)
+def test_another_kinds_settings_are_refused_unless_they_say_nothing(kind, key):
+    default = DraftConfig.model_fields[key].default
+    validated(DraftConfig, {"speculator_type": kind, key: default})
+    if kind in READ_BY[key]:
+        validated(DraftConfig, {"speculator_type": kind, key: OTHER_VALUES[key]})
+        return
+    (line,) = lines(speculator_type=kind, **{key: OTHER_VALUES[key]})
+    assert line == (
+        f"policy.draft.{key} is {show(OTHER_VALUES[key])}, which is a setting of {' and '.join(READ_BY[key])} and not of "
+        f"speculator_type {kind}; leave it out, or set {show(default)}, the default"
+    )
 
 
 @pytest.mark.parametrize(
@@ -126,13 +163,6 @@ def test_taps_beyond_the_policy_name_its_last_layer():
     assert line.startswith(
         "policy.draft.aux_layer_indices is [1, 4], but the policy has 4 layers; the highest index is 3"
     )
-
-
-def test_not_yet_lets_available_values_and_other_settings_through():
-    assert not_yet("policy.draft.speculator_type", "eagle3") == []
-    assert not_yet("policy.megatron_cfg.tensor_model_parallel_size", 8) == []
-    (line,) = not_yet("policy.draft.speculator_type", "dflash")
-    assert line.endswith("speculator_type is dflash, which is not available yet in this version; set eagle3")
 
 
 def test_shown_values_are_short():

@@ -1,0 +1,178 @@
+"""What EAGLE-3 and block drafts do differently before they train: shape, limits, fresh weights and import. No Megatron."""
+
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+import torch
+
+from nemo_ext.config import ConfigError, DraftConfig, default_taps, show, taps_outside
+from nemo_ext.drafts.block_config import BlockConfig
+from nemo_ext.drafts.block_folder import check_block_folder
+from nemo_ext.drafts.block_formats import import_block_draft
+from nemo_ext.drafts.block_shapes import init_block
+from nemo_ext.drafts.eagle3_config import Eagle3Config
+from nemo_ext.drafts.eagle3_folder import check_draft_folder
+from nemo_ext.drafts.eagle3_init import init_eagle3
+from nemo_ext.local.settings import SpeculativeConfig
+
+Tensors = Mapping[str, torch.Tensor]
+Shape = Eagle3Config | BlockConfig
+
+
+class DraftKind(Protocol):
+    """One family of drafts."""
+
+    filled: tuple[str, ...]  # keys of `policy.draft` whose nulls the shape fills in, besides the taps
+
+    def folder_shape(self, draft: DraftConfig, policy: dict, max_length: int) -> Shape:
+        """Of the draft in `draft.model_name`. Raises ConfigError with a line for everything that does not fit."""
+
+    def fresh_lines(self, draft: DraftConfig, policy: dict) -> Iterator[str]:
+        """What stands in the way of a fresh draft."""
+
+    def fresh_shape(self, draft: DraftConfig, policy: dict) -> Shape:
+        """Of a fresh draft."""
+
+    def fresh_tensors(self, shape: Shape, seed: int, target_ids: torch.Tensor | None, policy_head_VH) -> Tensors:
+        """Its weights. `target_ids`: of a reduced vocabulary."""
+
+    def imported(self, hf_config: dict, tensors: Tensors, policy: Tensors) -> tuple[dict, Tensors]:
+        """A checked folder under the names that the trainer streams; `policy` by Hugging Face name."""
+
+    def serving_lines(self, shape: Shape, speculative: SpeculativeConfig) -> Iterator[str]:
+        """What the engine cannot serve."""
+
+    def serving_notes(self, draft: DraftConfig, speculative: SpeculativeConfig) -> Iterator[str]:
+        """What it serves otherwise than one may expect; of a checked `policy.draft`."""
+
+
+class Eagle3Kind:
+    """EAGLE-3."""
+
+    filled = ("num_layers", "draft_vocab_size", "norm_output", "norm_before_residual", "fc_norm")
+
+    def folder_shape(self, draft, policy, max_length):
+        return check_draft_folder(draft.model_name, policy, draft, max_length=max_length)
+
+    def fresh_lines(self, draft, policy):
+        yield from _fresh_lines(draft, policy)
+
+    def fresh_shape(self, draft, policy):
+        return Eagle3Config.for_policy(
+            policy,
+            _taps(draft, policy),
+            num_layers=draft.num_layers or 1,
+            draft_vocab_size=draft.draft_vocab_size,
+            norm_output=bool(draft.norm_output),
+            norm_before_residual=bool(draft.norm_before_residual),
+            fc_norm=bool(draft.fc_norm),
+        )
+
+    def fresh_tensors(self, shape, seed, target_ids, policy_head_VH):
+        return init_eagle3(shape, seed, target_ids)
+
+    def imported(self, hf_config, tensors, policy):
+        hf_config = hf_config | {"torch_dtype": "float32", "dtype": "float32"}
+        named = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+        return hf_config, {n: t.float() if t.is_floating_point() else t for n, t in named.items()}
+
+    def serving_lines(self, shape, speculative):
+        yield from ()
+
+    def serving_notes(self, draft, speculative):
+        if speculative.num_speculative_tokens > draft.ttt_steps:
+            yield (
+                f"speculative_config.num_speculative_tokens is {speculative.num_speculative_tokens}, "
+                f"policy.draft.ttt_steps is {draft.ttt_steps}: tokens after the {draft.ttt_steps}th are drafted at depths "
+                "that the draft was not trained for"
+            )
+
+
+class BlockKind:
+    """DFlash and DSpark."""
+
+    def __init__(self, name: str):
+        self._name = name
+        heads = ("markov_rank",) if name == "dspark" else ()
+        self.filled = ("num_layers", "draft_vocab_size", "gamma", "mask_token_id", "sliding_window", *heads)
+
+    def folder_shape(self, draft, policy, max_length):
+        shape = check_block_folder(draft.model_name, policy, draft, max_length=max_length)
+        if len(set(shape.layer_types)) > 1:
+            raise ConfigError(
+                f"policy.draft.model_name is {draft.model_name}: layer_types is {list(shape.layer_types)}; vLLM serves a "
+                "mixture on GPUs only, so use a draft whose layers are all of one type"
+            )
+        return shape
+
+    def fresh_lines(self, draft, policy):
+        yield from _fresh_lines(draft, policy)
+        if draft.gamma is None:
+            yield (
+                "policy.draft.gamma is null and policy.draft.model_name is null, so the block's size is not known; set how "
+                "many tokens a block drafts, or name a draft folder"
+            )
+        vocab = policy["vocab_size"]
+        if draft.mask_token_id is None:
+            yield (
+                "policy.draft.mask_token_id is null and policy.draft.model_name is null, so the mask token is not known; "
+                f"set a token id that texts do not have, below {vocab}, or name a draft folder"
+            )
+        elif draft.mask_token_id >= vocab:
+            yield (
+                f"policy.draft.mask_token_id is {draft.mask_token_id}, outside the policy's vocabulary of {vocab}; set a "
+                f"token id from 0 to {vocab - 1}"
+            )
+
+    def fresh_shape(self, draft, policy):
+        return BlockConfig.for_policy(
+            self._name,
+            policy,
+            _taps(draft, policy),
+            gamma=draft.gamma,
+            mask_token_id=draft.mask_token_id,
+            num_layers=draft.num_layers or 1,
+            draft_vocab_size=draft.draft_vocab_size,
+            sliding_window=draft.sliding_window,
+            markov_rank=draft.markov_rank or 64,
+        )
+
+    def fresh_tensors(self, shape, seed, target_ids, policy_head_VH):
+        return init_block(shape, seed, target_ids, policy_head_VH)
+
+    def imported(self, hf_config, tensors, policy):
+        embedding_VH = policy["model.embed_tokens.weight"]
+        return import_block_draft(hf_config, tensors, embedding_VH, policy.get("lm_head.weight", embedding_VH))
+
+    def serving_lines(self, shape, speculative):
+        if speculative.num_speculative_tokens > shape.gamma:
+            yield (
+                "policy.generation.vllm_kwargs.speculative_config.num_speculative_tokens is "
+                f"{speculative.num_speculative_tokens}, but a block of this draft has {shape.gamma} tokens "
+                f"(policy.draft.gamma); set {shape.gamma} or less"
+            )
+
+    def serving_notes(self, draft, speculative):
+        if speculative.num_speculative_tokens < draft.gamma:
+            yield (
+                f"speculative_config.num_speculative_tokens is {speculative.num_speculative_tokens}, policy.draft.gamma is "
+                f"{draft.gamma}: vLLM makes blocks smaller than those that the draft is trained on"
+            )
+
+
+def kind_of(draft: DraftConfig) -> DraftKind:
+    """The family of `policy.draft.speculator_type`."""
+    return Eagle3Kind() if draft.speculator_type == "eagle3" else BlockKind(draft.speculator_type)
+
+
+def _taps(draft: DraftConfig, policy: dict) -> list[int]:
+    return draft.aux_layer_indices or default_taps(policy["num_hidden_layers"])
+
+
+def _fresh_lines(draft: DraftConfig, policy: dict) -> Iterator[str]:
+    yield from taps_outside(_taps(draft, policy), policy["num_hidden_layers"])
+    if draft.draft_vocab_size and draft.draft_vocab_size > policy["vocab_size"]:
+        yield (
+            f"policy.draft.draft_vocab_size is {show(draft.draft_vocab_size)}, more than the policy's vocabulary of "
+            f"{policy['vocab_size']}; set less, or null for all of it"
+        )
