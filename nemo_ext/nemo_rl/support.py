@@ -48,7 +48,9 @@ class Limit:
 
 
 LIMITS = (
-    Limit("DFlash and DSpark drafts", "draft.speculator_type", (None, "eagle3"), "block drafts train in the CPU run only"),
+    Limit(
+        "DFlash and DSpark drafts", "draft.speculator_type", (None, "eagle3"), "block drafts train in the CPU run only"
+    ),
     Limit("DTensor policies", "megatron_cfg.enabled", (True,), "the draft trains beside a Megatron policy"),
     Limit("half-precision (float16) policies", "precision", ("float32", "bfloat16"), "the draft has no loss scaler"),
     Limit("quantised policies", "quant_cfg", (None,), "the draft reads unquantised hidden states"),
