@@ -17,6 +17,8 @@ _SUMMARY = (
     ("accepted_length", "accepted length", ".2f"),
     ("acceptance_rate", "acceptance rate", ".3f"),
     ("draft_loss", "draft loss", ".3f"),
+    ("dspark_tv_loss", "draft loss, L1 distance", ".3f"),
+    ("dspark_confidence_loss", "draft loss, confidence", ".3f"),
     ("policy_loss", "policy loss", ".4f"),
     ("grad_norm", "gradient norm, policy", ".3f"),
     ("draft_grad_norm", "gradient norm, draft", ".3f"),

@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from nemo_ext.config import ConfigError
 from nemo_ext.local import warmup
+from nemo_ext.local.hf_folder import read_hf_folder
 from nemo_ext.local.settings_checks import load_run, notes
 from nemo_ext.local.tokenizer import load_tokenizer
 from nemo_ext.local.yaml_config import load_yaml
@@ -157,3 +159,38 @@ def test_a_folder_that_does_not_fit_is_told(folder, kind, settings, change, more
         write_model(path, config, random_block_draft(config))
     found = lines(kind, *from_folder(path, *more))
     assert len(found) == 1 and says in found[0], found
+
+
+def start_of(config, cache):
+    config.data.warmup.cache_dir = str(cache)
+    return warmup.initial(config)
+
+
+def test_a_fresh_reduced_draft_starts_from_the_policys_head_and_fits_its_policy(tmp_path):
+    start = start_of(load("dspark", "policy.draft.draft_vocab_size=80"), tmp_path)
+    (_, policy), (_, draft) = read_hf_folder(start.policy), read_hf_folder(start.draft)
+    kept = draft["t2d"].nonzero().flatten()
+    assert len(kept) == 80 and torch.equal(kept, draft["d2t"] + torch.arange(80))
+    assert torch.equal(draft["lm_head.weight"], policy["lm_head.weight"][kept])
+    assert load("dspark", *from_folder(start.draft)).policy.draft.draft_vocab_size == 80
+
+
+def test_an_imported_draft_is_the_folders_under_vllms_names(folder, tmp_path):
+    path = folder(method="dspark", gamma=3, draft_vocab_size=64)
+    start = start_of(load("dspark", *from_folder(path)), tmp_path / "cache")
+    (config, got), (_, given) = read_hf_folder(start.draft), read_hf_folder(path)
+    assert (config["block_size"], config["torch_dtype"]) == (3, "float32")
+    assert got.keys() == given.keys() and all(torch.equal(got[name], given[name]) for name in given)
+
+
+def test_the_cached_warm_up_is_another_for_another_block_and_the_same_for_what_a_kind_does_not_read(tmp_path):
+    def folder_of(kind, *overrides):
+        config = load(kind, *overrides)
+        config.data.warmup.cache_dir = str(tmp_path)
+        return warmup.initial(config).draft
+
+    eagle3 = ("policy.draft.gamma=null", "policy.draft.mask_token_id=null")
+    found = [folder_of("dflash"), folder_of("dspark"), folder_of("eagle3", *eagle3)]
+    found += [folder_of("dflash", "policy.draft.gamma=3"), folder_of("dspark", "policy.draft.markov_rank=8")]
+    assert len(set(found)) == 5
+    assert folder_of("dflash", "policy.draft.ttt_steps=3", "policy.draft.tap_transport=shm") == found[0]

@@ -1,6 +1,7 @@
 """Reports say what the metrics say: numbers are read back out of the HTML."""
 
 import html
+import json
 import re
 
 import pytest
@@ -95,6 +96,20 @@ def test_plots_name_what_they_show(tmp_path):
     }.items():
         for word in words:
             assert f">{word}</text>" in plots[title], (title, word)
+
+
+def test_a_block_draft_is_drawn_slot_by_slot_with_its_terms(tmp_path):
+    folder = write_run(tmp_path / "run", "cotrain", [2.0] * 4)
+    steps = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+    for step in steps:
+        step["draft_loss_per_slot"] = step.pop("draft_loss_per_pass")
+        step["dspark_tv_loss"] = 0.25
+    (folder / METRICS).write_text("".join(json.dumps(step) + "\n" for step in steps))
+    page = write_report(folder).read_text()
+    plots = cards(page)
+    assert "Draft loss per pass" not in plots
+    assert ">slot 1</text>" in plots["Draft loss per slot"] and ">slot 3</text>" in plots["Draft loss per slot"]
+    assert ["draft loss, L1 distance", *["0.250"] * 4] in rows(page, "summary")
 
 
 def test_a_run_without_a_draft_has_no_plots_of_one(tmp_path):
