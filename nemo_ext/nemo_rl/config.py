@@ -1,9 +1,13 @@
 """The check of a NeMo-RL run whose draft this package trains: whole, once, before anything starts."""
 
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from nemo_ext.config import ConfigError, DraftConfig, show, validated
+from nemo_ext.nemo_rl.patch_set import PatchError
+from nemo_ext.nemo_rl.patching import recognise
 from nemo_ext.nemo_rl.support import at, broken_limits
 
 SPECULATIVE = "policy.generation.vllm_kwargs.speculative_config"
@@ -23,10 +27,21 @@ def check_run(policy: Mapping[str, Any]) -> DraftConfig:
         ConfigError: a line for everything that does not work together.
     """
     draft = draft_settings(policy)
-    lines = [*broken_limits(policy), *_speculation(policy, draft)] if draft.enabled else []
+    lines = [*broken_limits(policy, upstream_version()), *_speculation(policy, draft)] if draft.enabled else []
     if lines:
         raise ConfigError(*lines)
     return draft
+
+
+def upstream_version() -> str | None:
+    """The pinned version of the NeMo-RL that is imported; None for one that was changed since it was patched."""
+    found = find_spec("nemo_rl")
+    if found is None or not found.submodule_search_locations:
+        return None
+    try:
+        return recognise(Path(found.submodule_search_locations[0]).parent).patches.version
+    except PatchError:
+        return None
 
 
 def _speculation(policy: Mapping[str, Any], draft: DraftConfig) -> Iterator[str]:

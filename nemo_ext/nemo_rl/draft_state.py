@@ -8,9 +8,13 @@ import json
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from nemo_ext.config import ConfigError
+from nemo_ext.cotrain.draft_side import Shape
+from nemo_ext.drafts.block_config import BlockConfig
+from nemo_ext.drafts.block_formats import vllm_names
 from nemo_ext.drafts.eagle3_folder import CONFIG, WEIGHTS
 from nemo_ext.nemo_rl.draft_trainer import DraftTrainer
 
@@ -23,9 +27,12 @@ def saved_draft(weights_path: str | None) -> Path | None:
     return folder if folder is not None and (folder / WEIGHTS).is_file() else None
 
 
-def read_draft(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a draft's folder."""
-    return load_file(folder / WEIGHTS)
+def read_draft(folder: Path, shape: Shape) -> dict[str, torch.Tensor]:
+    """The tensors of a draft's folder that belong to a draft of this shape."""
+    tensors = load_file(folder / WEIGHTS)
+    if isinstance(shape, BlockConfig):
+        return {known: tensors[name] for name, known in vllm_names(shape, tensors).items()}
+    return tensors
 
 
 def save_draft(trainer: DraftTrainer, groups, weights_path: str, optimizer: bool) -> None:
@@ -46,22 +53,29 @@ def save_draft(trainer: DraftTrainer, groups, weights_path: str, optimizer: bool
 
 
 def restore_optimizer(trainer: DraftTrainer, groups, folder: Path) -> None:
-    """Goes on with the optimizer's state of a checkpoint.
+    """Goes on with the optimizer's state of a checkpoint. Collective over the pipeline.
 
     Raises ConfigError if the checkpoint has one of another tensor-parallel size.
     """
-    if trainer.optimizer is None:
-        return
-    file = folder / _optimizer_file(groups)
-    if file.is_file():
-        trainer.optimizer.load_state_dict(torch.load(file, weights_only=True, map_location="cpu"))
-        return
-    others = sorted(path.name for path in folder.glob("optimizer_tp*.pt"))
-    if others:
-        raise ConfigError(
-            f"policy.megatron_cfg.tensor_model_parallel_size is {groups.tp.size()}, but {folder} has {others[0]}; resume with "
-            "the tensor-parallel size of the checkpoint, or remove these files to start the draft's optimizer afresh"
-        )
+    trouble = None
+    if trainer.optimizer is not None:
+        file = folder / _optimizer_file(groups)
+        others = sorted(path.name for path in folder.glob("optimizer_tp*.pt"))
+        if file.is_file():
+            trainer.optimizer.load_state_dict(torch.load(file, weights_only=True, map_location="cpu"))
+            trainer.steps = trainer.optimizer.schedule.num_steps
+        elif others:
+            trouble = (
+                f"policy.megatron_cfg.tensor_model_parallel_size is {groups.tp.size()}, but {folder} has {others[0]}; resume "
+                "with the tensor-parallel size of the checkpoint, or remove these files to start the draft's optimizer "
+                "afresh"
+            )
+    told = [(trainer.steps, trouble)]
+    if groups.pp.size() > 1:
+        dist.broadcast_object_list(told, src=dist.get_process_group_ranks(groups.pp)[-1], group=groups.pp)
+    trainer.steps, trouble = told[0]
+    if trouble:
+        raise ConfigError(trouble)
 
 
 def _optimizer_file(groups) -> str:

@@ -12,7 +12,7 @@ optimizer steps.
 The loss is kept as a sum, and its gradient divided by the global count before the step, because with upstream's split
 step the count is known only then.
 
-Legend: T rows of this rank, E rows with halo, P passes.
+Legend: T rows of this rank, E embedding rows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,14 +24,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
 from nemo_ext.config import DraftConfig
-from nemo_ext.cotrain import Eagle3Objective, draft_metrics, embed_rows, read_target
+from nemo_ext.cotrain import embed_rows, read_target
+from nemo_ext.cotrain.draft_side import Shape, draft_side
 from nemo_ext.cotrain.optim import build_optimizer, finalize_grads, wrap_ddp
-from nemo_ext.drafts.eagle3 import Eagle3Draft
-from nemo_ext.drafts.eagle3_config import Eagle3Config
-from nemo_ext.drafts.eagle3_hf import export_eagle3, load_eagle3
 from nemo_ext.nemo_rl.microbatches import DraftBatch
 from nemo_ext.taps import Landing, Rows, TapChannel, open_channel
 from nemo_ext.taps.hooks import unwrapped
+
+ANCHOR_SEED = 0  # NeMo-RL's workers know no seed of the run; the anchors hang on tokens and step besides
 
 
 class DraftTrainer:
@@ -54,7 +54,7 @@ class DraftTrainer:
         self,
         model: torch.nn.Module,
         settings: DraftConfig,
-        shape: Eagle3Config,
+        shape: Shape,
         tensors: dict[str, torch.Tensor],
         groups,
         *,
@@ -65,20 +65,21 @@ class DraftTrainer:
         train: bool = True,
     ):
         self._model, self._settings, self.shape, self._groups = model, settings, shape, groups
+        self._side = draft_side(settings, shape, seed=ANCHOR_SEED)
         self._gpt = unwrapped(model)
         self._config = get_model_config(model)
-        self.draft: Eagle3Draft | None = None
+        self.draft: torch.nn.Module | None = None
         self.optimizer = None
         self._channel: TapChannel | None = None
         self._metrics: list[dict] = []
-        self._sums: torch.Tensor | None = None  # [6, P] since the last optimizer step
+        self.steps = 0  # of the optimizer so far; known on every stage
+        self._sums: torch.Tensor | None = None  # since the last optimizer step: the side's, and the counts below them
         self._batches: Iterator[Sequence[DraftBatch]] = iter(())
         self._step: _Step | None = None
         if self._is_last:
             self._make_draft(tensors, temperature, recompute, device, train)
         if not train:
             return
-        halo = Eagle3Objective.halo_depth(settings.ttt_steps)
         rows = max_pack_rows // groups.cp.size()
         self._channel = open_channel(
             [model],
@@ -87,8 +88,7 @@ class DraftTrainer:
             width=shape.hidden_size,
             dtype=self._config.params_dtype,
             max_rows=rows // self._scattered,
-            # Of a pack of many short sequences every row is wanted, so the whole pack is the bound.
-            max_embedding_rows=max_pack_rows if groups.cp.size() > 1 else rows + halo,
+            max_embedding_rows=self._side.max_embed_rows(rows, max_pack_rows),
             transport=settings.tap_transport,
             device=device,
         )
@@ -108,8 +108,7 @@ class DraftTrainer:
     def _make_draft(self, tensors, temperature: float, recompute: bool, device: torch.device, train: bool) -> None:
         groups, settings = self._groups, self._settings
         config = draft_transformer_config(self._config, self.shape)
-        self.draft = Eagle3Draft(self.shape, config, groups.tp).to(device)
-        load_eagle3(self.draft, tensors, groups.tp)
+        self.draft = self._side.build(config, groups, tensors, device)
         if not train:
             return
         self.ddp = wrap_ddp(self.draft, config)
@@ -125,16 +124,7 @@ class DraftTrainer:
             tp_group=groups.tp,
             norm_group=groups.tp,
         )
-        self._objective = Eagle3Objective(
-            self.draft,
-            pass_weights=settings.pass_weights,
-            temperature=temperature,
-            mask_out_of_draft_vocab=settings.mask_out_of_draft_vocab,
-            tp_group=groups.tp,
-            cp_group=groups.cp,
-            recompute=recompute,
-            trunk_budget=settings.trunk_budget_bytes,
-        )
+        self._side.prepare(groups, temperature=temperature, recompute=recompute)
 
     # The scope that upstream's methods run in
 
@@ -208,9 +198,9 @@ class DraftTrainer:
             target.hidden_TH = batch.of_hidden(target.hidden_TH)
             if self.shape.reduced_vocab:
                 target.logits_TV = self._without_padding(batch.of_logits(logits.detach()))
-        draft = self._objective.loss(batch.layout, batch.label_mask_R, target, torch.ones((), dtype=torch.float64))
+        draft = self._side.loss(batch, self.steps, target, torch.ones((), dtype=torch.float64))
         loss = landing.freed_after(draft.loss)
-        sums = torch.cat([draft.sums().double(), self._objective.count(batch.layout, batch.label_mask_R)[None]])
+        sums = torch.cat([draft.sums().double(), self._side.count(batch, self.steps)[None]])
         self._sums = sums if self._sums is None else self._sums + sums
         backward_before(logits, loss.backward)
 
@@ -222,12 +212,12 @@ class DraftTrainer:
         return logits_TV
 
     def _embedding(self, batch: DraftBatch) -> torch.Tensor:
-        rows_E = batch.layout.halo(Eagle3Objective.halo_depth(self._settings.ttt_steps)).rows
-        return embed_rows(self._gpt.embedding.word_embeddings, batch.tokens_R[rows_E], self._groups.tp)
+        ids_E = self._side.embed_ids(batch, self.steps)
+        return embed_rows(self._gpt.embedding.word_embeddings, ids_E, self._groups.tp)
 
     def _rows(self, batch: DraftBatch) -> Rows:
-        halo = batch.layout.halo(Eagle3Objective.halo_depth(self._settings.ttt_steps))
-        return Rows(taps=batch.forward_rows // self._scattered, embedding=len(halo.rows))
+        ids_E = self._side.embed_ids(batch, self.steps)
+        return Rows(taps=batch.forward_rows // self._scattered, embedding=len(ids_E))
 
     # The draft's own step
 
@@ -239,6 +229,7 @@ class DraftTrainer:
         self._finalize_policy(*args, **kwargs)
         self.end_schedule()
         self._optimizer_step()
+        self.steps += 1
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
@@ -255,19 +246,18 @@ class DraftTrainer:
             return
         sums, self._sums = self._sums, None
         dist.all_reduce(sums, group=self._groups.dp_cp)
-        denominator = self._objective.denominator(sums[-1])
+        denominator = self._side.denominator(sums[-1])
         self.ddp.scale_gradients(float(self._settings.loss_weight / denominator))
         finalize_grads([self.ddp], self._groups)
         metrics = {"draft_grad_norm": self.optimizer.step()}
-        self._metrics.append(metrics | draft_metrics(sums[:-1], self._objective.pass_weights))
+        self._metrics.append(metrics | self._side.metrics(sums[:-1]))
 
     # Weights out
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         """`(Hugging Face name, full tensor)` on the last stage; nothing on others. Collective over the TP group."""
         if self.draft is not None:
-            yield from export_eagle3(self.draft, self._groups.tp)
-
+            yield from self._side.export()
 
     def close(self) -> None:
         """Gives the channel's slots and connections back."""
@@ -316,7 +306,7 @@ def _mean(steps: Sequence[dict]) -> dict:
     return {name: column.tolist() for name, column in columns.items()}
 
 
-def draft_transformer_config(policy: TransformerConfig, shape: Eagle3Config) -> TransformerConfig:
+def draft_transformer_config(policy: TransformerConfig, shape: Shape) -> TransformerConfig:
     """What Megatron's parallel linears and its DDP ask of a configuration."""
     return TransformerConfig(
         num_layers=shape.num_layers,

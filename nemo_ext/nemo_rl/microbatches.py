@@ -7,6 +7,7 @@ not fix it.
 Legend: R rows of the draft's full padded pack, T rows of it on this rank, E rows with halo.
 """
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,6 +27,7 @@ class DraftBatch:
         layout: the draft's pack.
         tokens_R: its token ids, 0 on padding.
         label_mask_R: 1 on tokens that are trained on.
+        sample_ids: a number for each sequence, a digest of its tokens, so that it is the same in every layout.
         starts: first row of each sequence in upstream's full pack; None under context parallelism, where upstream's rows
             of this rank are the layout's own.
         unpacked_size: B of `[B, S]` rows; None for packed rows.
@@ -35,6 +37,7 @@ class DraftBatch:
     layout: PackedLayout
     tokens_R: torch.Tensor
     label_mask_R: torch.Tensor
+    sample_ids: tuple[int, ...]
     starts: tuple[int, ...] | None
     unpacked_size: int | None
     forward_rows: int
@@ -146,6 +149,7 @@ def _packed(one: Any, pad: Padding, cp_size: int, cp_rank: int, device) -> Draft
     return DraftBatch(
         layout,
         *_tokens_and_mask(one, lengths, layout, device),
+        sample_ids=_sample_ids(one, lengths),
         starts=starts,
         unpacked_size=None,
         forward_rows=sum(padded) // cp_size,
@@ -159,6 +163,7 @@ def _unpacked(one: Any, device) -> DraftBatch:
     return DraftBatch(
         layout,
         *_tokens_and_mask(one, lengths, layout, device),
+        sample_ids=_sample_ids(one, lengths),
         starts=tuple(columns * i for i in range(size)),
         unpacked_size=size,
         forward_rows=size * columns,
@@ -173,6 +178,14 @@ def _tokens_and_mask(one: Any, lengths: list[int], layout: PackedLayout, device)
             for row, length, wanted in zip(rows, lengths, layout.seq_lens, strict=True)
         ]
         yield layout.pack([piece.to(device) for piece in pieces])
+
+
+def _sample_ids(one: Any, lengths: list[int]) -> tuple[int, ...]:
+    ids = one["input_ids"].cpu()
+    digests = (
+        hashlib.blake2b(row[:length].numpy().tobytes(), digest_size=7) for row, length in zip(ids, lengths, strict=True)
+    )
+    return tuple(int.from_bytes(digest.digest(), "big") for digest in digests)
 
 
 def _up(length: int, multiple: int) -> int:

@@ -73,7 +73,7 @@ class DraftPolicyWorkerImpl(MegatronPolicyWorkerImpl):
             self.model,
             settings,
             shape,
-            read_draft(folder),
+            read_draft(folder, shape),
             self._groups,
             temperature=self.sampling_params.temperature if self.sampling_params is not None else 1.0,
             recompute=bool(config["megatron_cfg"]["activation_checkpointing"]),

@@ -1,4 +1,7 @@
-"""What of NeMo-RL works together with `policy.draft.engine: nemo_ext`, by name. The documentation's table is made from it."""
+"""What of NeMo-RL works together with `policy.draft.engine: nemo_ext`, by name. The documentation's table is made from it:
+
+python -m nemo_ext.nemo_rl.support
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -6,10 +9,15 @@ from typing import Any
 
 from nemo_ext.config import show
 
+V070, MAIN = "v0.7.0", "main-7ea279abf"
+VERSIONS = (V070, MAIN)
+
 # Features that work, with the setting that turns them on.
 SUPPORTED = (
     ("GRPO, synchronous", "`examples/run_grpo.py`"),
     ("GRPO, asynchronous", "`grpo.async_grpo.enabled`"),
+    ("EAGLE-3, training-time test", "`policy.draft.speculator_type: eagle3`"),
+    ("DFlash", "`policy.draft.speculator_type: dflash`"),
     ("colocated generation (IPC refit)", "`policy.generation.colocated.enabled: true`"),
     ("generation on GPUs of its own (collective refit)", "`policy.generation.colocated.enabled: false`"),
     ("tensor, data and expert parallelism", "`policy.megatron_cfg.*_parallel_size`"),
@@ -20,6 +28,14 @@ SUPPORTED = (
     ("dynamic batching", "`policy.dynamic_batching.enabled`"),
     ("activation recompute", "`policy.megatron_cfg.activation_checkpointing`"),
     ("checkpoint save and resume", "`checkpointing.enabled`"),
+    ("a draft from a folder or the hub", "`policy.draft.model_name`"),
+)
+
+# Refused where they are found out, which is not in the settings alone.
+REFUSED = (
+    ("recipes other than GRPO, single controller", "`examples/run_*.py`", "drafts train in `grpo.setup` only"),
+    ("multimodal policies", "`policy.model_name`", "they lay out their rows by themselves"),
+    ("context parallelism without packing", "`policy.sequence_packing.enabled: false`", "a rank's rows come from packs"),
 )
 
 
@@ -32,24 +48,35 @@ class Limit:
         setting: path under `policy`.
         works: the values with which the draft trains; None stands for null and for a missing key.
         why: ends the error message, with what would work where that is not plain from `works`.
+        versions: of upstream, in which it does not work.
+        elsewhere: what the table says of the other versions.
     """
 
     feature: str
     setting: str
     works: tuple[Any, ...]
     why: str
+    versions: tuple[str, ...] = VERSIONS
+    elsewhere: str = "not in it"
 
-    def broken(self, policy: Mapping[str, Any]) -> str | None:
-        """The error's line, or None."""
+    def broken(self, policy: Mapping[str, Any], version: str | None) -> str | None:
+        """The error's line, or None. `version`: of upstream; None if it is not known, which is not held against a run."""
         value = at(policy, self.setting)
-        if value in self.works:
+        if value in self.works or (version is not None and version not in self.versions):
+            return None
+        if version is None and self.elsewhere == "yes":
             return None
         return f"policy.{self.setting} is {show(value)}; {self.why}, so set {show(self.works[-1])}"
 
 
 LIMITS = (
     Limit(
-        "DFlash and DSpark drafts", "draft.speculator_type", (None, "eagle3"), "block drafts train in the CPU run only"
+        "DSpark",
+        "draft.speculator_type",
+        (None, "dflash", "eagle3"),
+        "the vLLM of v0.7.0 does not serve it",
+        versions=(V070,),
+        elsewhere="yes",
     ),
     Limit("DTensor policies", "megatron_cfg.enabled", (True,), "the draft trains beside a Megatron policy"),
     Limit("half-precision (float16) policies", "precision", ("float32", "bfloat16"), "the draft has no loss scaler"),
@@ -65,16 +92,18 @@ LIMITS = (
         "multi-token prediction", "megatron_cfg.mtp_num_layers", (None, 0), "it reads the output layer a second time"
     ),
     Limit(
-        "fused linear cross-entropy (v0.7.0)",
+        "fused linear cross-entropy",
         "megatron_cfg.use_linear_ce_fusion_loss",
         (None, False),
         "the output layer, which is tapped, is never called",
+        versions=(V070,),
     ),
     Limit(
-        "fused linear log-probabilities (main)",
+        "fused linear log-probabilities",
         "megatron_cfg.use_fused_linear_logprobs",
         (None, False),
         "the output layer, which is tapped, is never called",
+        versions=(MAIN,),
     ),
     Limit(
         "Megatron FSDP",
@@ -88,7 +117,13 @@ LIMITS = (
         (None, 1),
         "NeMo-RL steps the first chunk alone",
     ),
-    Limit("CUDA graphs in training", "megatron_cfg.cuda_graph_impl", (None, "none"), "graphs hide the tapped layers"),
+    Limit(
+        "CUDA graphs in training",
+        "megatron_cfg.cuda_graph_impl",
+        (None, "none"),
+        "graphs hide the tapped layers",
+        versions=(MAIN,),
+    ),
     Limit("engines other than vLLM", "generation.backend", ("vllm",), "only vLLM takes draft weights"),
     Limit(
         "vLLM pipeline parallelism",
@@ -97,18 +132,19 @@ LIMITS = (
         "its draft is on the last stage alone",
     ),
     Limit(
-        "other refit transports (main)",
+        "other refit transports",
         "generation.refit_transport",
         (None,),
         "draft weights travel with the IPC and the collective refit",
+        versions=(MAIN,),
     ),
 )
 
 
-def broken_limits(policy: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each feature that is on and does not work."""
+def broken_limits(policy: Mapping[str, Any], version: str | None = None) -> Iterator[str]:
+    """A line for each feature that is on and does not work with this version of upstream."""
     for limit in LIMITS:
-        line = limit.broken(policy)
+        line = limit.broken(policy, version)
         if line:
             yield line
     megatron = policy.get("megatron_cfg") or {}
@@ -131,6 +167,15 @@ def at(section: Mapping[str, Any], path: str) -> Any:
 
 def table() -> str:
     """The support table, in Markdown."""
-    works = [f"| {feature} | {setting} | yes |" for feature, setting in SUPPORTED]
-    fails = [f"| {one.feature} | `policy.{one.setting}` | no: {one.why} |" for one in LIMITS]
-    return "\n".join(["| feature | setting | v0.7.0 and main 7ea279abf |", "|---|---|---|", *works, *fails])
+    works = [f"| {feature} | {setting} | yes | yes |" for feature, setting in SUPPORTED]
+    fails = [f"| {feature} | {setting} | no: {why} | no |" for feature, setting, why in REFUSED]
+    for one in LIMITS:
+        told = [one.elsewhere if version not in one.versions else f"no: {one.why}" for version in VERSIONS]
+        if told[0] == told[1]:
+            told[1] = "no"
+        fails.append(f"| {one.feature} | `policy.{one.setting}` | {told[0]} | {told[1]} |")
+    return "\n".join(["| feature | setting | v0.7.0 | main 7ea279abf |", "|---|---|---|---|", *works, *fails])
+
+
+if __name__ == "__main__":
+    print(table())

@@ -80,6 +80,9 @@ class DraftWorkerExtension(VllmInternalWorkerExtension):
         except (RefreshError, EngineUnusable) as error:
             print(f"[draft] {type(error).__name__}: {error}", flush=True)
             return False
+        except BaseException as error:
+            refresh.abort(f"{type(error).__name__}: {error}")
+            raise
         return True
 
 

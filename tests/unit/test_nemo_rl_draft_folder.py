@@ -1,0 +1,82 @@
+"""The folder that trainer and vLLM both start from: fresh, given, or brought into vLLM's form."""
+
+import json
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from nemo_ext.config import ConfigError, DraftConfig
+from nemo_ext.drafts.block_config import BlockConfig
+from nemo_ext.drafts.block_shapes import init_block
+from nemo_ext.nemo_rl import draft_folder
+from tests.fixtures_models import policy_config
+
+RUN = {"model_name": "policy", "max_total_sequence_length": 64}
+
+
+@pytest.fixture(autouse=True)
+def policy(monkeypatch):
+    config = policy_config(vocab_size=64)
+    monkeypatch.setattr(draft_folder, "policy_hf_config", lambda policy: config)
+    return config
+
+
+def settings(kind: str = "eagle3", **more) -> DraftConfig:
+    sizes = {} if kind == "eagle3" else {"gamma": 3, "mask_token_id": 63}
+    return DraftConfig(enabled=True, speculator_type=kind, **sizes | more)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark"])
+def test_a_fresh_draft_is_written_once_and_found_again(tmp_path, kind):
+    draft = settings(kind)
+    folder = draft_folder.starting_folder(draft, RUN, str(tmp_path))
+    weights = tmp_path / "draft_start" / "model.safetensors"
+    assert folder == str(weights.parent)
+    before = weights.stat().st_mtime_ns
+    assert draft_folder.starting_folder(draft, RUN, str(tmp_path)) == folder
+    assert weights.stat().st_mtime_ns == before
+    # As the driver does, which hands its folder to trainer and vLLM.
+    assert draft_folder.draft_of_folder(folder, draft.model_copy(update={"model_name": folder}), RUN)[1]
+    assert not list(weights.parent.glob("*.partial"))
+
+
+def test_a_fresh_draft_of_other_settings_is_refused(tmp_path):
+    draft_folder.starting_folder(settings(), RUN, str(tmp_path))
+    with pytest.raises(ConfigError, match="there is one of other settings; use another checkpointing.checkpoint_dir"):
+        draft_folder.starting_folder(settings(num_layers=2), RUN, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("draft", "told"),
+    [
+        (settings("dflash", gamma=None), "policy.draft.gamma is null"),
+        (settings("dspark", mask_token_id=None), "policy.draft.mask_token_id is null"),
+        (settings("dflash", mask_token_id=64), "mask_token_id is 64, outside the policy's vocabulary of 64"),
+        (settings(aux_layer_indices=[0, 99]), "aux_layer_indices is [0, 99], but the policy has"),
+        (settings(draft_vocab_size=32), "draft_vocab_size is 32, but a fresh draft knows no token counts"),
+    ],
+)
+def test_what_a_fresh_draft_lacks_is_told(tmp_path, draft, told):
+    with pytest.raises(ConfigError) as raised:
+        draft_folder.starting_folder(draft, RUN, str(tmp_path))
+    assert told in raised.value.lines[0]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_draft_in_another_form_is_brought_into_vllms(tmp_path, policy):
+    shape = BlockConfig.for_policy("dspark", policy, [0, 1], gamma=3, mask_token_id=63, markov_rank=8)
+    config = shape.to_hf()
+    heads = ("markov_rank", "enable_confidence_head", "confidence_head_with_markov")
+    config["dflash_config"] |= {key: config.pop(key) for key in heads}  # SpecForge's form
+    config["dflash_config"]["projector_type"] = "dspark"
+    given = tmp_path / "given"
+    given.mkdir()
+    (given / "config.json").write_text(json.dumps(config))
+    tensors = init_block(shape, seed=1)
+    save_file(tensors, given / "model.safetensors")
+    draft = settings("dspark", model_name=str(given), markov_rank=8)
+    folder = draft_folder.starting_folder(draft, RUN, str(tmp_path / "run"))
+    served = json.loads((tmp_path / "run" / "draft_start" / "config.json").read_text())
+    assert folder == str(tmp_path / "run" / "draft_start")
+    assert [served[key] for key in heads] == [8, True, True]
+    assert load_file(tmp_path / "run" / "draft_start" / "model.safetensors").keys() == tensors.keys()
