@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.upstream import worker_ranks
-from tests.upstream.folders import draft_folder, policy_folder
+from tests.upstream.folders import block_folder, draft_folder, policy_folder
 
 PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 64}}
 UNPACKED = {"sequence_packing": {"enabled": False}}
@@ -68,16 +68,69 @@ def test_every_layout_trains_the_same_draft(ranks, folders, alone, name):
     world, sizes, config = LAYOUTS[name]
     dp = world // (sizes.get("tp", 1) * sizes.get("cp", 1) * sizes.get("pp", 1))
     seen = ranks(world).run(worker_ranks.train, policy, draft_of(draft), sizes, config, {"dp": dp}, timeout=400)
+    assert_same_training(seen, alone, world // dp)
+
+
+def assert_same_training(seen, alone, tellers):
+    """All ranks have the draft of `alone`, and so many of them its metrics."""
     for one in seen:
         assert one.draft.keys() == alone.draft.keys()
         for tensor, tensor_alone in zip(one.draft.values(), alone.draft.values(), strict=True):
             torch.testing.assert_close(tensor, tensor_alone, **WEIGHTS)
     # Data-parallel ranks other than the first tell nothing, for NeMo-RL sums over them.
     told = [one.metrics for one in seen if one.metrics[0]["draft_loss"]]
-    assert len(told) == world // dp
+    assert len(told) == tellers
     for metrics in told:
         for step, step_alone in zip(metrics, alone.metrics, strict=True):
             assert step == pytest.approx(step_alone, rel=METRICS["rtol"], abs=METRICS["atol"])
+
+
+@pytest.fixture(scope="module")
+def blocks(ranks, folders, tmp_path_factory):
+    """`blocks(kind)`: settings of a block draft, and what one rank makes of it."""
+    made = {}
+
+    def train(kind):
+        if kind not in made:
+            folder = block_folder(tmp_path_factory.mktemp(kind), kind)
+            draft = {"enabled": True, "engine": "nemo_ext", "speculator_type": kind, "model_name": folder}
+            draft |= {"loss_weight": 0.5, "anchors_per_seq": 6}
+            made[kind] = (
+                draft,
+                ranks(1).run(worker_ranks.train, folders[0], draft, {}, settings(PACKED), {}, timeout=240)[0],
+            )
+        return made[kind]
+
+    return train
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_a_block_draft_learns_beside_an_untouched_policy(blocks, alone, kind):
+    _, seen = blocks(kind)
+    first, second = seen.metrics
+    assert 0 < second["draft_loss"] < first["draft_loss"]
+    assert {"draft_loss_per_slot_1", "draft_acceptance_per_slot_3", "draft_expected_accepted_length"} <= set(first)
+    assert (seen.digest, seen.grad_norms, seen.losses) == (alone.digest, alone.grad_norms, alone.losses)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("dflash", "unpacked"),
+        ("dflash", "context parallel"),
+        ("dspark", "dynamic batches"),
+        ("dspark", "data parallel"),
+        ("dspark", "tensor and sequence parallel"),
+        ("dspark", "pipeline"),
+        ("dspark", "pipeline and context parallel"),
+    ],
+)
+def test_every_layout_trains_the_same_block_draft(ranks, folders, blocks, kind, name):
+    draft, alone = blocks(kind)
+    world, sizes, config = LAYOUTS[name]
+    dp = world // (sizes.get("tp", 1) * sizes.get("cp", 1) * sizes.get("pp", 1))
+    seen = ranks(world).run(worker_ranks.train, folders[0], draft, sizes, config, {"dp": dp}, timeout=400)
+    assert_same_training(seen, alone, world // dp)
 
 
 def test_the_policy_is_bitwise_the_same_in_a_pipeline_too(ranks, folders):
@@ -106,6 +159,15 @@ def _moves(draft, seen):
 
     start = load_file(Path(draft) / "model.safetensors")
     return [(tensor, start[name.removeprefix("draft.")]) for name, tensor in seen.draft.items()]
+
+
+def test_a_block_drafts_anchors_go_on_where_they_were(ranks, folders, blocks, tmp_path):
+    draft, _ = blocks("dspark")
+    for _, _, whole, resumed in ranks(2).run(
+        worker_ranks.resume, folders[0], draft, {"pp": 2}, settings(PACKED), str(tmp_path), timeout=400
+    ):
+        assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert (tmp_path / "weights" / "draft" / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("sizes", [{}, {"tp": 2, "sp": True}, {"pp": 2}], ids=str)
