@@ -24,6 +24,9 @@ class DraftKind(Protocol):
 
     filled: tuple[str, ...]  # keys of `policy.draft` whose nulls the shape fills in, besides the taps
 
+    def shape_of(self, hf_config: dict) -> Shape:
+        """Of a folder's `config.json` in the form that is served."""
+
     def folder_shape(self, draft: DraftConfig, policy: dict, max_length: int) -> Shape:
         """Of the draft in `draft.model_name`. Raises ConfigError with a line for everything that does not fit."""
 
@@ -50,6 +53,9 @@ class Eagle3Kind:
     """EAGLE-3."""
 
     filled = ("num_layers", "draft_vocab_size", "norm_output", "norm_before_residual", "fc_norm")
+
+    def shape_of(self, hf_config):
+        return Eagle3Config.from_hf(hf_config)
 
     def folder_shape(self, draft, policy, max_length):
         return check_draft_folder(draft.model_name, policy, draft, max_length=max_length)
@@ -95,6 +101,9 @@ class BlockKind:
         self._name = name
         heads = ("markov_rank",) if name == "dspark" else ()
         self.filled = ("num_layers", "draft_vocab_size", "gamma", "mask_token_id", "sliding_window", *heads)
+
+    def shape_of(self, hf_config):
+        return BlockConfig.from_hf(hf_config)
 
     def folder_shape(self, draft, policy, max_length):
         shape = check_block_folder(draft.model_name, policy, draft, max_length=max_length)

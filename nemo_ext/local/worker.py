@@ -16,8 +16,9 @@ from nemo_ext.local import megatron_cpu  # noqa: F401  (before megatron.core)
 # isort: split
 from nemo_ext.attention.core_attention import PackedParams
 from nemo_ext.cotrain import embed_rows, read_target
+from nemo_ext.cotrain.draft_side import DraftSide, draft_side
 from nemo_ext.local.batch import Microbatch, Sample, StepPlan, microbatches
-from nemo_ext.local.draft_side import DraftSide, side_of
+from nemo_ext.local.draft_kinds import kind_of
 from nemo_ext.local.grpo_loss import grpo_loss, supervised_loss, token_log_probs
 from nemo_ext.local.hf_folder import read_hf_folder, save_hf_folder
 from nemo_ext.local.hf_policy import export_policy, load_policy, policy_digest
@@ -94,11 +95,12 @@ class PolicyWorker:
         if draft_folder is None:
             return
         self._draft_hf_config, tensors = read_hf_folder(draft_folder)
-        self._side = side_of(self._config, self._draft_hf_config)
+        shape = kind_of(policy.draft).shape_of(self._draft_hf_config)
+        self._side = draft_side(policy.draft, shape, seed=self._config.grpo.seed)
         self._channel = self._open_channel(self._side, config.params_dtype)
         if groups.pp.rank() < groups.pp.size() - 1:
             return
-        self._draft = self._side.build(config, groups, tensors)
+        self._draft = self._side.build(config, groups, tensors, "cpu")
         # Wrapped apart from the policy and only then made its child: the policy's gradient buckets, norm and clip are
         # the same with a draft and without.
         self._draft_ddp = [wrap_ddp(self._draft, config)]
@@ -107,6 +109,11 @@ class PolicyWorker:
             self._draft_ddp, settings, draft_lr, settings.lr_warmup_iters, groups.tp
         )
         self._chunks[-1].draft_model = self._draft
+        self._side.prepare(
+            groups,
+            temperature=policy.generation.temperature,
+            recompute=policy.megatron_cfg.activation_checkpointing,
+        )
 
     def _open_channel(self, side: DraftSide, dtype: torch.dtype) -> TapChannel:
         """The taps' way to the last stage; its slots hold the largest microbatch that the settings allow."""
@@ -125,7 +132,7 @@ class PolicyWorker:
             width=side.shape.hidden_size,
             dtype=dtype,
             max_rows=rows // (groups.tp.size() if policy.megatron_cfg.sequence_parallel else 1),
-            max_embedding_rows=side.max_embed_rows(rows, pack_rows, sequences=pack_rows // unit),
+            max_embedding_rows=side.max_embed_rows(rows, pack_rows),
             transport=policy.draft.tap_transport,
         )
 
@@ -245,8 +252,10 @@ class PolicyWorker:
                 if denominator is not None:
                     target = read_target(self._chunks[-1], landing, logits_1TV.squeeze(0), groups.tp)
                     draft = self._side.loss(batch, plan.number, target, denominator)
-                    weighted = config.policy.draft.loss_weight * draft.loss
-                    total = landing.freed_after(total + weighted if plan.train_policy else weighted)
+                    if not plan.train_policy:
+                        # A stage waits for the next one's gradient, so with several there is one, of zeros.
+                        total = 0.0 * total if groups.pp.size() > 1 else 0.0
+                    total = landing.freed_after(total + config.policy.draft.loss_weight * draft.loss)
                     sums["draft"] = draft.sums()
                 return total, torch.ones((), dtype=torch.int), sums
 

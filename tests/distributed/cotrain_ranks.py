@@ -1,6 +1,6 @@
 """What the ranks of `test_cotrain` run, inside an initialised gloo default group."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -30,8 +30,8 @@ def joint_steps(rank, world_size, settings, policy, draft, batches: list[list[Sa
     try:
         worker.load(policy, draft)
         metrics, digests = [], []
-        for batch in batches:
-            metrics.append(worker.step(batch, plan))
+        for number, batch in enumerate(batches):
+            metrics.append(worker.step(batch, replace(plan, number=plan.number + number)))
             digests.append(worker.digest())
         weights = worker.export()
         gradients = None
@@ -61,7 +61,7 @@ def resumed_steps(rank, world_size, settings, policy, draft, batches, plan, fold
                     worker.save(folder, policy)
                     worker.load(f"{folder}/policy", f"{folder}/draft")
                     worker.restore(folder)
-                worker.step(batch, plan)
+                worker.step(batch, replace(plan, number=number))
                 digests.append(worker.digest())
             results.append((digests, dict(worker.export() or [])))
         finally:

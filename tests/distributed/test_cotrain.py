@@ -1,10 +1,13 @@
 """The joint step on gloo ranks: the same draft for every layout, and a policy that the draft cannot touch."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 
+from nemo_ext.drafts.block_config import BlockConfig
+from nemo_ext.drafts.block_shapes import init_block
 from nemo_ext.drafts.eagle3_config import Eagle3Config
 from nemo_ext.drafts.eagle3_init import init_eagle3
 from nemo_ext.local.batch import Sample, StepPlan
@@ -19,6 +22,8 @@ FIRST_TOLERANCE = 1e-5
 LATER_TOLERANCE = 1e-4
 GRADIENT_TOLERANCE = 2e-5
 GRPO = StepPlan("grpo")
+# Block drafts, with the temperature that they are compared at.
+BLOCKS = {"dflash": 1.0, "dspark": 0.7}
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +42,14 @@ def four_ranks(ranks):
 
 
 @pytest.fixture(scope="module")
+def eight_ranks(ranks):
+    return ranks(8)
+
+
+@pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """Folders of a random policy, a whole-vocabulary draft, and one with a reduced vocabulary and two layers."""
+    """Folders of a random policy; of EAGLE-3 drafts, one whole, one with a reduced vocabulary and two layers; of a DFlash
+    draft with windows, and of a DSpark draft with a reduced vocabulary."""
     root = tmp_path_factory.mktemp("start")
     policy = policy_config(vocab_size=VOCAB, num_attention_heads=4, num_key_value_heads=2)
     save_hf_folder(root / "policy", policy, policy_tensors(policy))
@@ -49,7 +60,19 @@ def start(tmp_path_factory):
         cfg = Eagle3Config.for_policy(policy, (0, 1, 3), **options)
         ids = torch.arange(5, 5 + 24) if cfg.reduced_vocab else None
         save_hf_folder(root / name, cfg.to_hf(), init_eagle3(cfg, 1, ids))
-    return {name: str(root / name) for name in ("policy", "draft", "reduced")}
+    for name, options in (
+        ("dflash", {"gamma": 3, "sliding_window": 5}),
+        ("dspark", {"gamma": 4, "draft_vocab_size": 24, "markov_rank": 8}),
+    ):
+        cfg = BlockConfig.for_policy(name, policy, (0, 1, 3), mask_token_id=63, num_layers=2, **options)
+        tensors = init_block(cfg, 2, torch.arange(5, 5 + 24) if cfg.reduced_vocab else None)
+        # Heads that begin at zero would leave some of the gradients zero.
+        generator = torch.Generator().manual_seed(3)
+        for tensor in tensors.values():
+            if tensor.is_floating_point() and not tensor.any():
+                tensor.normal_(std=0.3, generator=generator)
+        save_hf_folder(root / name, cfg.to_hf(), tensors)
+    return {name: str(root / name) for name in ("policy", "draft", "reduced", "dflash", "dspark")}
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +94,12 @@ def batches():
 
 def settings(
     *, tp=1, dp=1, cp=1, pp=1, vpp=None, sp=False, packed=True, enabled=True, recompute=False, temperature=1.0,
-    mb_tokens=40, residency="auto",
+    mb_tokens=40, residency="auto", kind="eagle3",
 ):  # fmt: skip
-    """A run's settings by layout. The draft's clip is out of the way, so that gradients can be compared."""
+    """A run's settings by layout. The draft's clip is out of the way, so that gradients can be compared. Of the longer
+    samples not every row is an anchor."""
+    eagle3 = {"ttt_pass_weights": [1.0, 0.8, 0.6], "mask_out_of_draft_vocab": True, "trunk_residency": residency}
+    own = eagle3 if kind == "eagle3" else {"speculator_type": kind, "anchors_per_seq": 5}
     return {
         "policy": {
             "model_name": "unused",
@@ -93,11 +119,8 @@ def settings(
             "draft": {
                 "enabled": enabled,
                 "loss_weight": 1.0,
-                "ttt_steps": 3,
-                "ttt_pass_weights": [1.0, 0.8, 0.6],
-                "mask_out_of_draft_vocab": True,
-                "trunk_residency": residency,
                 "optimizer": {"lr": 1e-3, "clip_grad": 1e9},
+                **own,
             },
             "generation": {"temperature": temperature, "max_new_tokens": 16, "vllm_cfg": {"max_model_len": 64}},
         },
@@ -110,7 +133,8 @@ def settings(
 
 def run(pool, start, batches, draft="draft", plan=GRPO, **layout):
     folder = start[draft] if draft else None
-    seen = pool.run(joint_steps, settings(**layout), start["policy"], folder, copy.deepcopy(batches), plan)
+    kind = draft if draft in BLOCKS else "eagle3"
+    seen = pool.run(joint_steps, settings(kind=kind, **layout), start["policy"], folder, copy.deepcopy(batches), plan)
     return next(each for each in seen if each is not None)
 
 
@@ -132,7 +156,7 @@ def references(one_rank, start, batches):
     """One rank, one microbatch a sample group; by draft folder and temperature."""
     return {
         key: run(one_rank, start, batches, draft=key[0], temperature=key[1])
-        for key in (("draft", 1.0), ("reduced", 0.7))
+        for key in (("draft", 1.0), ("reduced", 0.7), *BLOCKS.items())
     }
 
 
@@ -167,7 +191,12 @@ def test_cp2_equals_cp1(two_ranks, start, batches, references, draft, temperatur
 
 @pytest.mark.parametrize(
     "layout",
-    [{"cp": 4}, {"cp": 2, "tp": 2}, {"cp": 2, "dp": 2}, {"cp": 2, "tp": 2, "sp": True, "recompute": True, "residency": "ring"}],
+    [
+        {"cp": 4},
+        {"cp": 2, "tp": 2},
+        {"cp": 2, "dp": 2},
+        {"cp": 2, "tp": 2, "sp": True, "recompute": True, "residency": "ring"},
+    ],
 )
 def test_four_ranks_with_cp_equal_one(four_ranks, start, batches, references, layout):
     got = run(four_ranks, start, batches, draft="reduced", temperature=0.7, **layout)
@@ -200,11 +229,79 @@ def test_recompute_changes_no_bit(one_rank, start, batches, references):
     assert all(torch.equal(got.weights[name], t) for name, t in want.weights.items())
 
 
-@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"dp": 2}, {"cp": 2}, *PIPELINES, {"packed": False}, {"recompute": True}])
-def test_policy_digests_are_bitwise_those_without_a_draft(ranks_of, start, batches, layout):
-    pool = ranks_of(layout)
-    with_draft = run(pool, start, batches, **layout)
-    without = run(pool, start, batches, draft=None, enabled=False, **layout)
+@pytest.mark.parametrize("draft", BLOCKS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tp": 2, "sp": True},
+        {"dp": 2},
+        {"cp": 2},
+        {"cp": 2, "packed": False, "recompute": True},
+        {"pp": 2},
+        {"pp": 2, "vpp": 2},
+    ],
+)
+def test_a_block_draft_on_two_ranks_equals_one(two_ranks, start, batches, references, draft, layout):
+    got = run(two_ranks, start, batches, draft=draft, temperature=BLOCKS[draft], **layout)
+    assert_same(got, references[draft, BLOCKS[draft]])
+
+
+@pytest.mark.parametrize("draft", BLOCKS)
+@pytest.mark.parametrize("layout", [{"cp": 4}, {"cp": 2, "pp": 2}])
+def test_a_block_draft_on_four_ranks_equals_one(four_ranks, start, batches, references, draft, layout):
+    got = run(four_ranks, start, batches, draft=draft, temperature=BLOCKS[draft], **layout)
+    assert_same(got, references[draft, BLOCKS[draft]])
+
+
+@pytest.mark.parametrize("draft", ["dspark"])
+def test_tp2_cp2_pp2_equals_one_rank(eight_ranks, start, batches, references, draft):
+    got = run(eight_ranks, start, batches, draft=draft, temperature=BLOCKS[draft], tp=2, cp=2, pp=2, sp=True)
+    assert_same(got, references[draft, BLOCKS[draft]])
+
+
+@pytest.mark.parametrize("draft", BLOCKS)
+@pytest.mark.parametrize("layout", [{"packed": False}, {"mb_tokens": 1}, {"recompute": True}])
+def test_microbatches_and_recompute_leave_a_block_draft_alone(one_rank, start, batches, references, draft, layout):
+    """With one sequence each, some microbatches have no anchor at all."""
+    got = run(one_rank, start, batches, draft=draft, temperature=BLOCKS[draft], **layout)
+    assert_same(got, references[draft, BLOCKS[draft]])
+
+
+@pytest.mark.parametrize("draft", BLOCKS)
+def test_anchors_follow_the_number_of_the_step(one_rank, start, batches, references, draft):
+    later = replace(GRPO, number=7)
+    got = run(one_rank, start, batches[:1], draft=draft, temperature=BLOCKS[draft], plan=later)
+    first = references[draft, BLOCKS[draft]].metrics[0]
+    assert got.metrics[0]["draft_rows_per_slot"][0] == first["draft_rows_per_slot"][0]
+    assert abs(got.metrics[0]["draft_loss"] - first["draft_loss"]) > 1e-3
+
+
+@pytest.fixture(scope="module")
+def without_draft(ranks_of, start, batches):
+    """Steps of a policy alone, by layout; each layout runs once."""
+    seen = {}
+
+    def steps(layout):
+        key = tuple(layout.items())
+        if key not in seen:
+            seen[key] = run(ranks_of(layout), start, batches, draft=None, enabled=False, **layout)
+        return seen[key]
+
+    return steps
+
+
+LAYOUTS = [{}, {"tp": 2}, {"dp": 2}, {"cp": 2}, *PIPELINES, {"packed": False}, {"recompute": True}]
+
+
+@pytest.mark.parametrize(
+    ("draft", "layout"),
+    [
+        *(("draft", layout) for layout in LAYOUTS),
+        *((draft, layout) for draft in BLOCKS for layout in ({}, {"tp": 2}, {"dp": 2}, {"cp": 2}, {"pp": 2, "vpp": 2})),
+    ],
+)
+def test_policy_digests_are_bitwise_those_without_a_draft(ranks_of, start, batches, without_draft, draft, layout):
+    with_draft, without = run(ranks_of(layout), start, batches, draft=draft, **layout), without_draft(layout)
     assert with_draft.digests == without.digests
     assert len(set(without.digests)) == len(batches)  # the policy does move
     assert all(m["grad_norm"] == w["grad_norm"] for m, w in zip(with_draft.metrics, without.metrics, strict=True))
@@ -215,17 +312,34 @@ def ranks_of(one_rank, two_ranks):
     return lambda layout: two_ranks if 2 in layout.values() else one_rank
 
 
-@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"pp": 2}])
-def test_resume_continues_bitwise(ranks_of, start, batches, tmp_path, layout):
-    args = (settings(**layout), start["policy"], start["reduced"], copy.deepcopy(batches), GRPO, str(tmp_path), 2)
+@pytest.mark.parametrize(
+    ("draft", "layout"),
+    [*(("reduced", layout) for layout in ({}, {"tp": 2}, {"pp": 2})), ("dflash", {"tp": 2}), ("dspark", {"pp": 2})],
+)
+def test_resume_continues_bitwise(ranks_of, start, batches, tmp_path, draft, layout):
+    kind = draft if draft in BLOCKS else "eagle3"
+    args = (
+        settings(kind=kind, **layout),
+        start["policy"],
+        start[draft],
+        copy.deepcopy(batches),
+        GRPO,
+        str(tmp_path),
+        2,
+    )
     straight, resumed = next(each for each in ranks_of(layout).run(resumed_steps, *args) if each is not None)
     assert resumed[0] == straight[0]
     assert resumed[1].keys() == straight[1].keys()
     assert all(torch.equal(resumed[1][name], t) for name, t in straight[1].items())
 
 
-def test_draft_alone_learns_and_leaves_the_policy(one_rank, start, batches):
-    got = run(one_rank, start, batches[:1] * 3, plan=StepPlan("supervised", train_policy=False))
+@pytest.mark.parametrize(
+    ("draft", "layout"), [("draft", {}), ("draft", {"pp": 2}), ("dflash", {}), ("dflash", {"pp": 2})]
+)
+def test_draft_alone_learns_and_leaves_the_policy(ranks_of, start, batches, draft, layout):
+    got = run(
+        ranks_of(layout), start, batches[:1] * 3, draft=draft, **layout, plan=StepPlan("supervised", train_policy=False)
+    )
     assert len(set(got.digests)) == 1
     losses = [m["draft_loss"] for m in got.metrics]
     assert losses[0] > losses[1] > losses[2]

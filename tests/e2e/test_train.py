@@ -17,7 +17,7 @@ KEYS = (
 ).split()
 
 
-def train(root: Path, name: str, steps: int, *more: str) -> list[dict]:
+def train(root: Path, name: str, steps: int, *more: str, example: Path = EXAMPLE) -> list[dict]:
     """A run of a few small steps through the command line; its metrics."""
     settings = [
         f"logger.log_dir={root}",
@@ -31,7 +31,7 @@ def train(root: Path, name: str, steps: int, *more: str) -> list[dict]:
         "grpo.num_generations_per_prompt=4",
         *more,
     ]
-    assert main(["train", str(EXAMPLE), *settings]) == 0
+    assert main(["train", str(example), *settings]) == 0
     return [json.loads(line) for line in (root / name / "metrics.jsonl").read_text().splitlines()]
 
 

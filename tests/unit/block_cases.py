@@ -113,10 +113,10 @@ def make_pack(lengths: list[int], seed: int = 1, trained: float = 0.7) -> Pack:
     )
 
 
-def make_objective(draft, terms: LossTerms | None = None, **options) -> BlockObjective:
+def make_objective(draft, terms: LossTerms | None = None, anchors_per_seq: int = 3, **options) -> BlockObjective:
     cfg = draft.cfg
     settings = {
-        "plan": BlockPlan(cfg, anchors_per_seq=3, seed=11),
+        "plan": BlockPlan(cfg, anchors_per_seq, seed=11),
         "loss_weighting": "exp" if cfg.kind == "dspark" else "uniform",
         "terms": terms or (DSPARK_TERMS if cfg.kind == "dspark" else LossTerms()),
         "confidence_alpha": 1.0 if cfg.confidence_head else 0.0,
