@@ -46,11 +46,14 @@ export PYTHONDONTWRITEBYTECODE=1 CUDA_VISIBLE_DEVICES="" RAY_USAGE_STATS_ENABLED
 stubs=$PWD/ci/regression/stubs
 python=$root/env/bin/python
 failed=0
+trap 'jobs -p | xargs -r kill 2>/dev/null || true' EXIT
+# Ended from outside: what had failed by then has failed.
+trap 'exit $((failed ? 1 : 124))' TERM
 
-# pytest RESULT ARGUMENTS...: JUnit results in $results/RESULT.xml.
+# tests RESULT PYTEST...: JUnit results in $results/RESULT.xml.
 tests() {
   local name=$1; shift
-  "$@" --junitxml="$results/$name.xml" >"$results/$name.log" 2>&1 || true
+  "$@" --junitxml="$results/$name.xml" >"$results/$name.log" 2>&1 </dev/null || true
 }
 
 # upstream_tests NAME CHECKOUT LIST: upstream's own tests, in its own folder.

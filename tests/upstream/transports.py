@@ -3,6 +3,7 @@
 import contextlib
 import queue
 import threading
+import types
 from collections.abc import Iterable, Iterator
 from unittest import mock
 
@@ -15,9 +16,16 @@ with mock.patch.object(transformers, "__version__", "5.8.1"):
     import nemo_rl.models.policy  # noqa: F401
 
 # isort: split
-from nemo_rl.models.generation.vllm import vllm_backend
+from nemo_rl.models.generation.vllm import quantization, vllm_backend
 from nemo_rl.models.policy import utils as policy_utils
 from nemo_rl.utils import packed_tensor
+
+try:
+    from nemo_rl.models.generation.vllm.quantization import fp8  # noqa: F401
+except ImportError:
+    # It wants the vLLM that this upstream pins. It is asked whether the policy is FP8, and this one is not.
+    quantization.fp8 = types.ModuleType(f"{quantization.__name__}.fp8")
+    quantization.fp8.is_fp8_model = lambda config: False
 
 Stream = Iterable[tuple[str, torch.Tensor]]
 
@@ -104,7 +112,7 @@ def ipc(worker, stream: Stream, bucket_bytes: int) -> bool:
     context = zmq.Context()
     socket = context.socket(zmq.REQ)
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.RCVTIMEO, 60000)
+    socket.setsockopt(zmq.RCVTIMEO, 10000)
     socket.bind("ipc:///tmp/no-gpu.sock")
     failed: list[BaseException] = []
 
@@ -119,7 +127,7 @@ def ipc(worker, stream: Stream, bucket_bytes: int) -> bool:
     try:
         taken = worker.update_weights_via_ipc_zmq()
     finally:
-        sender.join(60)
+        sender.join(10)
         worker.cleanup()
         for name in ("zmq_socket", "zmq_context"):
             worker.__dict__.pop(name, None)
