@@ -1,6 +1,7 @@
 """Says in plain lines what a regression run did, from pytest's JUnit files, into `told.txt` beside them.
 
     python ci/regression/told.py subclasses|upstream RESULTS VERSION [LIST]
+    python ci/regression/told.py list RESULTS VERSION LIST      # writes the numbers of the unpatched checkout's run down
 
 Exits with 1 if anything failed, was skipped or did not run.
 """
@@ -19,6 +20,7 @@ LINES = {
         "test_patches",
         "test_patches_apply",
     ),
+    "nothing of upstream's stands in this repository": ("subclasses", "test_patches", "test_nothing_of_upstreams"),
     "patches: refused whole for wrong version, dirty file, half-applied state, read-only checkout; git applies them too": (
         "subclasses",
         "test_patches",
@@ -82,19 +84,33 @@ def upstream(results: Path, listed: Path) -> tuple[list[str], bool]:
         for key in sorted(before)
         if before[key] != after.get(key)
     ]
-    for line in listed.read_text().splitlines():
-        expected, path = line.split()
-        module = path.removesuffix(".py").replace("/", ".")
-        # A test class follows the module in JUnit's class names.
-        count = sum((key[0] + ".").startswith(module + ".") for key in passed[0])
-        if count < int(expected):
+    for expected, path in read_list(listed):
+        count = passed_of(path, before)
+        if count < expected:
             lines.append(f"  {path}: {count} passed, but {expected} are listed")
     return lines, len(lines) == 1
 
 
+def read_list(listed: Path) -> list[tuple[int, str]]:
+    """Number of passing tests and path of each file of upstream's that is run."""
+    return [(int(count), path) for count, path in (line.split() for line in listed.read_text().splitlines())]
+
+
+def passed_of(path: str, found: dict[tuple[str, str], str]) -> int:
+    """How many of a file's tests passed."""
+    module = path.removesuffix(".py").replace("/", ".") + "."
+    # A test class follows the module in JUnit's class names.
+    return sum(kind == "passed" and (key[0] + ".").startswith(module) for key, kind in found.items())
+
+
 def main(part: str, results: str, version: str, listed: str = "") -> int:
-    """Writes the lines and prints them."""
+    """Writes the lines and prints them; for `list` the list's numbers instead."""
     folder = Path(results)
+    if part == "list":
+        before = outcomes(folder / "before.xml")
+        paths = [path for _, path in read_list(Path(listed))]
+        Path(listed).write_text("".join(f"{passed_of(path, before)} {path}\n" for path in paths))
+        return 0
     lines, good = subclasses(folder, version) if part == "subclasses" else upstream(folder, Path(listed))
     with (folder / "told.txt").open("a") as file:
         for line in lines:
