@@ -67,8 +67,12 @@ def init_parallel(sizes: ParallelSizes, seed: int, timeout_s: float = 300.0) -> 
 
 
 def destroy_parallel() -> None:
-    """Forgets Megatron's process groups; the default gloo group stays."""
+    """Ends Megatron's process groups; the default gloo group stays. Called by every rank."""
+    # Megatron only forgets them: each would keep its threads and sockets for as long as the process lives.
+    groups = [group for group in parallel_state._global_process_group_list or () if group is not None]
     parallel_state.destroy_model_parallel()
+    for group in groups:
+        torch.distributed.destroy_process_group(group)
 
 
 def destroy_gloo() -> None:

@@ -15,7 +15,7 @@ Legend: T rows of this rank, E rows with halo, K taps, H hidden size.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +32,9 @@ from nemo_ext.taps.transport import wait_until
 
 # Both waits are for things that the pipeline's own traffic has overtaken already, so no step is too slow for this.
 TIMEOUT_S = 20.0
+# A silent source starves the others of credit too, by way of the last stage, which alone knows the culprit: it is to
+# give up first.
+_CREDIT_PATIENCE = 1.4
 
 
 @dataclass
@@ -79,7 +82,7 @@ def open_channel(
         microbatch_group: Megatron's `microbatch_group_size_per_vp_stage`; 0 for its default.
         transport: `policy.draft.tap_transport`.
         device: of the hidden rows.
-        timeout_s: bound of every wait.
+        timeout_s: bound of the last stage's wait for a tap; a source waits 1.4 times as long for a free slot.
         trace: records writes and waits.
 
     Raises:
@@ -273,7 +276,7 @@ class TapChannel:
         with self._guarded(message):
             self.stats.credit_wait_s += wait_until(
                 lambda: outlet.has_room(message),
-                self._timeout_s,
+                self._timeout_s * _CREDIT_PATIENCE,
                 lambda: self._links.monitor.lost,
                 lambda: (
                     f"{message}: no slot came free; the credit for message {message.sequence - stream.slots} of "
@@ -339,6 +342,13 @@ class TapChannel:
             raise lost or TapError(f"{message}: transport {kind} failed: {error}") from error
 
     def close(self) -> None:
-        """Gives slots, groups and connections back. Not collective; safe to call twice and after a failure."""
+        """Gives slots, groups and connections back; safe to call twice and after a failure.
+
+        A source waits for the last stage to be done with what it sent, if nothing failed.
+        """
         self._hooks.detach()
+        outlet, monitor = self._links.outlet, self._links.monitor
+        if outlet is not None and self._error is None:
+            with suppress(Exception):  # whatever fails now is no loss: every tap was used or its user is gone
+                wait_until(outlet.settled, self._timeout_s, lambda: monitor.lost, lambda: "closing")
         self._links.close()

@@ -160,11 +160,14 @@ class NixlInlet(Inlet):
         self._end.meet(answer)
 
     def arrived(self, message: Message) -> bool:
-        self._worker.check()
         for note in self._end.notes():
             words = list(_HEADER.unpack(note))
             self._headers[words[3], words[0] - 1] = words
-        return (message.stream.index, message.sequence) in self._headers
+        if (message.stream.index, message.sequence) in self._headers:
+            return True
+        # Only now: a source that sent everything may have closed, and needs no more credits.
+        self._worker.check()
+        return False
 
     def rows(self, message: Message) -> torch.Tensor:
         SlotRings.compare(self._headers[message.stream.index, message.sequence], message)
@@ -190,6 +193,7 @@ class NixlOutlet(Outlet):
         self._end.meet(metadata)
         self.answer = self._end.card[0]
         self._freed = {stream.index: 0 for stream in streams}
+        self._sent = {stream.index: 0 for stream in streams}
         self._under_way: list = []
         self._worker = _Worker(poll=self._progress)
 
@@ -197,13 +201,22 @@ class NixlOutlet(Outlet):
         self._worker.check()
         room = message.sequence - self._end.rings.slots(message.stream)
         if self._freed[message.stream.index] <= room:
-            for note in self._end.notes():
-                stream, sequence = _CREDIT.unpack(note)
-                self._freed[stream] = sequence + 1
+            self._take_credits()
         return self._freed[message.stream.index] > room
+
+    def _take_credits(self) -> None:
+        for note in self._end.notes():
+            stream, sequence = _CREDIT.unpack(note)
+            self._freed[stream] = sequence + 1
+
+    def settled(self) -> bool:
+        self._worker.check()
+        self._take_credits()
+        return self._freed == self._sent
 
     def send(self, message: Message, rows_TH: torch.Tensor) -> None:
         self._end.rings.rows_of(self._end.buffer, message).copy_(rows_TH)
+        self._sent[message.stream.index] = message.sequence + 1
         self._worker.submit(lambda: self._write(message), self._end.buffer.is_cuda)
 
     def _write(self, message: Message) -> None:

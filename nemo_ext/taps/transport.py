@@ -34,6 +34,10 @@ class Outlet(ABC):
     def send(self, message: Message, rows_TH: torch.Tensor) -> None:
         """Hands over the rows of a message that has room. They may be overwritten afterwards."""
 
+    def settled(self) -> bool:
+        """Whether the last stage will send nothing more, so that closing cannot break its hold of this end."""
+        return True
+
     @abstractmethod
     def close(self) -> None:
         """Gives everything back; safe to call twice and after a failure."""

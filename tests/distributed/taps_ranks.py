@@ -155,7 +155,7 @@ def fault(rank, world_size, transport, culprit, how):
     """In the second step a stage dies, raises, hangs, or goes on without sending. Gives the error and its seconds."""
     start = None
     try:
-        with channel_of(rank, world_size, transport, timeout_s=3.0) as channel:
+        with channel_of(rank, world_size, transport, timeout_s=3.0 if how == "silent" else 10.0) as channel:
             for step in range(3):
                 rows = lengths(step, 8)
                 with channel.step(rows):
@@ -168,7 +168,7 @@ def fault(rank, world_size, transport, culprit, how):
                         if how == "raises":
                             raise KeyError("a trouble of its own")
                         if how == "silent":
-                            time.sleep(5.0)
+                            time.sleep(5.6)
                     (consume if channel.is_last else produce)(channel, step, rows)
     except (RuntimeError, KeyError) as error:
         return type(error).__name__, str(error), time.monotonic() - start

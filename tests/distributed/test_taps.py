@@ -8,8 +8,6 @@ import torch
 
 from tests.distributed import taps_ranks
 
-# Bounded waits, dying ranks and NIXL's own keep-alives fail on a loaded machine, so these are not part of every run.
-pytestmark = pytest.mark.stress
 REMOTE = ("shm", "p2p", "nixl")
 
 
@@ -152,9 +150,12 @@ def test_a_source_that_falls_silent(ranks, transport):
 
 @pytest.mark.parametrize("transport", REMOTE)
 def test_a_draft_that_falls_silent(ranks, transport):
-    kind, text, _ = ranks(3).run(taps_ranks.fault, transport, 2, "silent")[0]
-    assert kind == "TapTimeout"
-    assert "step 1, microbatch" in text and "from stage 0: no slot came free; the credit for message" in text
+    outcomes = ranks(3).run(taps_ranks.fault, transport, 2, "silent")[:2]
+    # Both sources wait; the one that gives up first tells the other.
+    assert "TapTimeout" in [kind for kind, _, _ in outcomes]
+    for kind, text, _ in outcomes:
+        assert kind in ("TapTimeout", "StageLost")
+        assert "step 1, microbatch" in text and "no slot came free; the credit for message" in text
 
 
 def test_a_stage_that_hangs_elsewhere_is_ended(ranks, tmp_path):

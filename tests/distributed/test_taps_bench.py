@@ -9,8 +9,6 @@ from nemo_ext.local import bench_taps
 
 SMALL = ["--layers", "4", "--hidden", "64", "--tokens", "32", "--microbatches", "3", "--repeats", "1"]
 
-pytestmark = pytest.mark.stress
-
 
 def test_figures_trace_and_picture(capsys, tmp_path):
     trace, picture = tmp_path / "out.json", tmp_path / "out.png"

@@ -18,8 +18,6 @@ LAYOUTS = {
     "pp2 tp2 sp": {"pp": 2, "tp": 2},
 }
 
-pytestmark = pytest.mark.stress
-
 
 def world(sizes: dict) -> int:
     return sizes.get("pp", 1) * sizes.get("cp", 1) * sizes.get("tp", 1)
