@@ -19,6 +19,7 @@ with mock.patch.object(transformers, "__version__", "5.8.1"):
 from nemo_rl.models.generation.vllm import quantization, vllm_backend
 from nemo_rl.models.policy import utils as policy_utils
 from nemo_rl.utils import packed_tensor
+from vllm.v1.worker.worker_base import WorkerBase
 
 try:
     from nemo_rl.models.generation.vllm.quantization import fp8  # noqa: F401
@@ -26,6 +27,10 @@ except ImportError:
     # It wants the vLLM that this upstream pins. It is asked whether the policy is FP8, and this one is not.
     quantization.fp8 = types.ModuleType(f"{quantization.__name__}.fp8")
     quantization.fp8.is_fp8_model = lambda config: False
+
+# Main's sparse refits, which are not used here, bring a method that newer vLLM workers have already; vLLM takes no name twice.
+if "synchronize_device" in vars(vllm_backend.VllmInternalWorkerExtension) and hasattr(WorkerBase, "synchronize_device"):
+    del vllm_backend.VllmInternalWorkerExtension.synchronize_device
 
 Stream = Iterable[tuple[str, torch.Tensor]]
 
