@@ -110,7 +110,9 @@ def refit(engine, transport, pairs) -> bool:
 
 def test_the_hook_puts_the_extension_into_the_engine(engine):
     module, _, name = WORKER_EXTENSION.rpartition(".")
-    assert engine.call(lambda worker: [cls.__name__ for cls in type(worker).__mro__ if cls.__module__ == module]) == [name]
+    assert engine.call(lambda worker: [cls.__name__ for cls in type(worker).__mro__ if cls.__module__ == module]) == [
+        name
+    ]
 
 
 @pytest.mark.parametrize(("transport", "seed"), [("ipc", 1), ("collective", 2)])
@@ -152,4 +154,3 @@ def test_a_torn_refit_is_told_and_nothing_is_served_afterwards(engine, capfd):
         engine.call(lambda worker: worker.weights_version())
     assert not refit(engine, "collective", pairs)
     assert "build the engine anew" in capfd.readouterr().out
-

@@ -42,7 +42,9 @@ def test_the_policy_worker_is_ours():
     with pytest.raises(ConfigError, match="plain Megatron policies only"):
         resolve_policy_worker_cls(hooks.MEGATRON_WORKER, with_draft(OURS, quant_cfg="INT8"))
     with pytest.raises(ConfigError, match="plain Megatron policies only"):
-        resolve_policy_worker_cls("nemo_rl.models.policy.workers.dtensor_policy_worker.DTensorPolicyWorker", with_draft(OURS))
+        resolve_policy_worker_cls(
+            "nemo_rl.models.policy.workers.dtensor_policy_worker.DTensorPolicyWorker", with_draft(OURS)
+        )
 
 
 def test_our_worker_runs_in_megatrons_environment():

@@ -14,6 +14,8 @@ UNPACKED = {"sequence_packing": {"enabled": False}}
 DYNAMIC = UNPACKED | {"dynamic_batching": {"enabled": True, "train_mb_tokens": 64, "sequence_length_round": 4}}
 # fp32 sums in another order, two Adam steps of lr 1e-4 on weights of order 0.1.
 WEIGHTS = {"rtol": 0, "atol": 2e-6}
+# Total variation has a gradient that jumps, so that more of the rounding shows.
+BLOCK_WEIGHTS = {"rtol": 0, "atol": 5e-6}
 METRICS = {"rtol": 2e-4, "atol": 2e-5}
 
 
@@ -68,15 +70,15 @@ def test_every_layout_trains_the_same_draft(ranks, folders, alone, name):
     world, sizes, config = LAYOUTS[name]
     dp = world // (sizes.get("tp", 1) * sizes.get("cp", 1) * sizes.get("pp", 1))
     seen = ranks(world).run(worker_ranks.train, policy, draft_of(draft), sizes, config, {"dp": dp}, timeout=400)
-    assert_same_training(seen, alone, world // dp)
+    assert_same_training(seen, alone, world // dp, WEIGHTS)
 
 
-def assert_same_training(seen, alone, tellers):
+def assert_same_training(seen, alone, tellers, close):
     """All ranks have the draft of `alone`, and so many of them its metrics."""
     for one in seen:
         assert one.draft.keys() == alone.draft.keys()
         for tensor, tensor_alone in zip(one.draft.values(), alone.draft.values(), strict=True):
-            torch.testing.assert_close(tensor, tensor_alone, **WEIGHTS)
+            torch.testing.assert_close(tensor, tensor_alone, **close)
     # Data-parallel ranks other than the first tell nothing, for NeMo-RL sums over them.
     told = [one.metrics for one in seen if one.metrics[0]["draft_loss"]]
     assert len(told) == tellers
@@ -105,12 +107,23 @@ def blocks(ranks, folders, tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
-def test_a_block_draft_learns_beside_an_untouched_policy(blocks, alone, kind):
+def test_a_block_draft_trains_beside_an_untouched_policy(blocks, alone, kind):
     _, seen = blocks(kind)
-    first, second = seen.metrics
-    assert 0 < second["draft_loss"] < first["draft_loss"]
-    assert {"draft_loss_per_slot_1", "draft_acceptance_per_slot_3", "draft_expected_accepted_length"} <= set(first)
+    assert {"draft_loss_per_slot_1", "draft_acceptance_per_slot_3", "draft_expected_accepted_length"} <= set(
+        seen.metrics[0]
+    )
     assert (seen.digest, seen.grad_norms, seen.losses) == (alone.digest, alone.grad_norms, alone.losses)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_a_block_draft_learns(ranks, folders, blocks, kind):
+    draft, _ = blocks(kind)
+    # Of one batch, and from all its anchors, so that the steps can be compared.
+    draft = draft | {"anchors_per_seq": 512, "optimizer": {"lr": 1e-3}}
+    options = {"steps": 4, "same": True}
+    seen = ranks(1).run(worker_ranks.train, folders[0], draft, {}, settings(PACKED), options, timeout=240)[0]
+    losses = [metrics["draft_loss"] for metrics in seen.metrics]
+    assert losses[3] < losses[2] < losses[1] < losses[0]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +143,7 @@ def test_every_layout_trains_the_same_block_draft(ranks, folders, blocks, kind, 
     world, sizes, config = LAYOUTS[name]
     dp = world // (sizes.get("tp", 1) * sizes.get("cp", 1) * sizes.get("pp", 1))
     seen = ranks(world).run(worker_ranks.train, folders[0], draft, sizes, config, {"dp": dp}, timeout=400)
-    assert_same_training(seen, alone, world // dp)
+    assert_same_training(seen, alone, world // dp, BLOCK_WEIGHTS)
 
 
 def test_the_policy_is_bitwise_the_same_in_a_pipeline_too(ranks, folders):

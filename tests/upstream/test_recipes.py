@@ -12,7 +12,7 @@ from tests.upstream.worker import UPSTREAM
 from nemo_rl.algorithms.grpo import MasterConfig
 from nemo_rl.models.generation.interfaces import GenerationConfig
 from nemo_rl.models.policy import PolicyConfig
-from nemo_rl.utils.config import load_config
+from nemo_rl.utils.config import load_config, register_omegaconf_resolvers
 from omegaconf import OmegaConf
 from pydantic import TypeAdapter
 
@@ -23,6 +23,7 @@ RECIPES = sorted((Path(__file__).parents[2] / "examples" / "nemo_rl").glob("*.ya
 def recipe(request, monkeypatch):
     """The whole run, as `examples/run_grpo.py` reads it."""
     monkeypatch.setenv("NEMO_RL", str(UPSTREAM))
+    register_omegaconf_resolvers()
     return OmegaConf.to_container(load_config(request.param), resolve=True)
 
 

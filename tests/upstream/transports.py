@@ -46,6 +46,7 @@ class CpuTorch:
     class cuda:
         Stream = _NoStream
         current_stream = staticmethod(_NoStream)
+        current_device = staticmethod(lambda: torch.device("cpu"))
         stream = staticmethod(lambda stream: contextlib.nullcontext())
         empty_cache = synchronize = staticmethod(lambda *args: None)
         is_available = staticmethod(lambda: False)

@@ -33,12 +33,12 @@ def batches(steps: int) -> list[dict]:
 
 
 def train(rank, world_size, policy_folder, draft, sizes, policy, options: dict) -> Seen:
-    """`steps` calls of the worker's train; `options` may have dp, kind, steps and gbs."""
-    dp, kind, steps, gbs = ({"dp": 1, "kind": "draft", "steps": 2, "gbs": 4} | options).values()
+    """`steps` calls of the worker's train; `options` may have dp, kind, steps, gbs, and `same`: one batch in all steps."""
+    dp, kind, steps, gbs, same = ({"dp": 1, "kind": "draft", "steps": 2, "gbs": 4, "same": False} | options).values()
     settings = policy_settings(policy_folder, draft, sizes=sizes, **policy)
     tiny = TinyWorker(settings, dp=dp, kind=kind)
     try:
-        results = [tiny.train(batch, gbs=gbs) for batch in batches(steps)]
+        results = [tiny.train(batch, gbs=gbs) for batch in (batches(1) * steps if same else batches(steps))]
         return Seen(
             metrics=[
                 {name: sum(values) for name, values in result["all_mb_metrics"].items() if name.startswith("draft")}
