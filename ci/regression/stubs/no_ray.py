@@ -1,4 +1,7 @@
-"""pytest plugin: no test starts or joins a Ray cluster, so that runs beside each other do not meet, and none is left over."""
+"""pytest plugin: no test starts or joins a Ray cluster, so that runs beside each other do not meet, and none is left over.
+
+Files whose tests all want one (algorithms/test_grpo.py) are not in the lists.
+"""
 
 import ray
 
