@@ -1,21 +1,24 @@
-"""What EAGLE-3 and block drafts do differently before they train: shape, limits, fresh weights and import. No Megatron."""
+"""What EAGLE-3 and block drafts do differently before they train: shape, limits, fresh weights and import. No Megatron.
+
+Settings are checked with it before anything starts, so torch is loaded only for weights.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from nemo_ext.config import ConfigError, DraftConfig, default_taps, show, taps_outside
 from nemo_ext.drafts.block_config import BlockConfig
 from nemo_ext.drafts.block_folder import check_block_folder
-from nemo_ext.drafts.block_formats import import_block_draft
-from nemo_ext.drafts.block_shapes import init_block
 from nemo_ext.drafts.eagle3_config import Eagle3Config
 from nemo_ext.drafts.eagle3_folder import check_draft_folder
-from nemo_ext.drafts.eagle3_init import init_eagle3
 from nemo_ext.local.settings import SpeculativeConfig
 
-Tensors = Mapping[str, torch.Tensor]
+if TYPE_CHECKING:
+    import torch
+
+Tensors = Mapping[str, "torch.Tensor"]
 Shape = Eagle3Config | BlockConfig
 
 
@@ -75,6 +78,8 @@ class Eagle3Kind:
         )
 
     def fresh_tensors(self, shape, seed, target_ids, policy_head_VH):
+        from nemo_ext.drafts.eagle3_init import init_eagle3
+
         return init_eagle3(shape, seed, target_ids)
 
     def imported(self, hf_config, tensors, policy):
@@ -147,9 +152,13 @@ class BlockKind:
         )
 
     def fresh_tensors(self, shape, seed, target_ids, policy_head_VH):
+        from nemo_ext.drafts.block_init import init_block
+
         return init_block(shape, seed, target_ids, policy_head_VH)
 
     def imported(self, hf_config, tensors, policy):
+        from nemo_ext.drafts.block_import import import_block_draft
+
         embedding_VH = policy["model.embed_tokens.weight"]
         return import_block_draft(hf_config, tensors, embedding_VH, policy.get("lm_head.weight", embedding_VH))
 

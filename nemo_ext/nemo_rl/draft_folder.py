@@ -10,8 +10,9 @@ from safetensors.torch import load_file, save_file
 from nemo_ext.config import ConfigError, DraftConfig, default_taps, show, taps_outside
 from nemo_ext.drafts.block_config import BlockConfig
 from nemo_ext.drafts.block_folder import check_block_folder
-from nemo_ext.drafts.block_formats import import_block_draft, vllm_form
-from nemo_ext.drafts.block_shapes import init_block
+from nemo_ext.drafts.block_formats import vllm_form
+from nemo_ext.drafts.block_import import import_block_draft
+from nemo_ext.drafts.block_init import init_block
 from nemo_ext.drafts.eagle3_config import Eagle3Config
 from nemo_ext.drafts.eagle3_folder import CONFIG, WEIGHTS, check_draft_folder
 from nemo_ext.drafts.eagle3_init import init_eagle3

@@ -35,7 +35,11 @@ SUPPORTED = (
 REFUSED = (
     ("recipes other than GRPO, single controller", "`examples/run_*.py`", "drafts train in `grpo.setup` only"),
     ("multimodal policies", "`policy.model_name`", "they lay out their rows by themselves"),
-    ("context parallelism without packing", "`policy.sequence_packing.enabled: false`", "a rank's rows come from packs"),
+    (
+        "context parallelism without packing",
+        "`policy.sequence_packing.enabled: false`",
+        "a rank's rows come from packs",
+    ),
 )
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nemo_ext.drafts.block_config import BlockConfig
-from nemo_ext.drafts.block_shapes import init_block
+from nemo_ext.drafts.block_init import init_block
 from nemo_ext.drafts.eagle3_config import Eagle3Config
 from nemo_ext.drafts.eagle3_init import init_eagle3
 from nemo_ext.local.batch import Sample, StepPlan

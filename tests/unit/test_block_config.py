@@ -7,8 +7,10 @@ import torch
 
 from nemo_ext.config import ConfigError
 from nemo_ext.drafts.block_config import FULL, SLIDING, BlockConfig
-from nemo_ext.drafts.block_formats import import_block_draft, vllm_form, vllm_names
-from nemo_ext.drafts.block_shapes import block_shapes, init_block
+from nemo_ext.drafts.block_formats import vllm_form, vllm_names
+from nemo_ext.drafts.block_import import import_block_draft
+from nemo_ext.drafts.block_init import init_block
+from nemo_ext.drafts.block_shapes import block_shapes
 from tests.fixtures_block_drafts import block_draft_config, random_block_draft
 from tests.fixtures_models import policy_config, policy_tensors
 from tests.unit.block_cases import SHAPES, make_config

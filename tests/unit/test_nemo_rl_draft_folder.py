@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 
 from nemo_ext.config import ConfigError, DraftConfig
 from nemo_ext.drafts.block_config import BlockConfig
-from nemo_ext.drafts.block_shapes import init_block
+from nemo_ext.drafts.block_init import init_block
 from nemo_ext.nemo_rl import draft_folder
 from tests.fixtures_models import policy_config
 
