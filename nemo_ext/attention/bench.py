@@ -62,7 +62,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
             f"--tokens is {args.tokens} and --cp {args.cp}; use 2 or more ranks and a multiple of 2 x ranks"
         )
     if min(args.heads, args.key_heads, args.head_dim) < 1 or args.heads % args.key_heads:
-        raise ConfigError(f"--heads is {args.heads} and --key-heads {args.key_heads}; use a multiple")
+        raise ConfigError(
+            f"--heads is {args.heads}, --key-heads {args.key_heads} and --head-dim {args.head_dim}; use numbers from 1 up, "
+            "and heads that are a multiple of the key heads"
+        )
     if args.repeats is None:
         args.repeats = max(1, min(5, (1 << 35) // args.tokens**2))
     return args

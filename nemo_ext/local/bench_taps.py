@@ -62,6 +62,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
             f"--pp is {args.pp}, --layers {args.layers}, --tokens {args.tokens}; use 2 or more stages, layers that they "
             "divide, 16 or more tokens, and at least 1 of everything else"
         )
+    if args.picture and args.picture.suffix not in (".png", ".svg"):
+        raise ConfigError(f"--picture is {args.picture}; name a .png or .svg file")
     if args.hidden < 64 or args.hidden % 64:
         raise ConfigError(f"--hidden is {args.hidden}; use a multiple of 64")
     args.taps = default_taps(args.layers)

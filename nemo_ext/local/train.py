@@ -116,16 +116,23 @@ class Trainer:
 def run(config: RunConfig, report: bool = True) -> Path:
     """Trains as `config` says and returns the run's folder, with metrics, checkpoints and (unless told not to) a report.
 
-    A run that has a checkpoint goes on from its newest one. Raises ConfigError if that run had other settings.
+    A run that has a checkpoint goes on from its newest one. Raises ConfigError if that run had other settings, or the
+    folder cannot be made.
     """
     folder = Path(config.logger.log_dir) / config.logger.run_name
     resumed = checkpoint.latest(folder) if config.checkpointing.enabled else None
     first = checkpoint.step_of(resumed) if resumed else 0
     if resumed:
         _same_settings(config, folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"logger.log_dir is {config.logger.log_dir}: {folder} cannot be made ({error.strerror}); name a folder that can "
+            "be written"
+        ) from None
     start = warmup.initial(config)
     warmup.check_prompts(config, start)
-    folder.mkdir(parents=True, exist_ok=True)
     with Display(config) as display, MetricsLog(folder, config) as log:
         if resumed:
             log.truncate(first)

@@ -32,6 +32,9 @@ def recognise(root: Path, sets: Sequence[PatchSet] | None = None) -> Checkout:
     sets = patch_sets() if sets is None else sets
     if not (root / "nemo_rl").is_dir():
         raise PatchError(f"--upstream is {root}, which has no folder nemo_rl; give the root of a NeMo-RL checkout")
+    links = [file.path for patches in sets for file in patches.files if (root / file.path).is_symlink()]
+    if links:
+        raise PatchError(f"{links[0]} is a symbolic link; put the file itself in its place")
     hashes = {path: _hash(root / path) for patches in sets for path in (file.path for file in patches.files)}
     best = max(sets, key=lambda patches: sum(_state(file, hashes) is not None for file in patches.files))
     states = {file.path: _state(file, hashes) for file in best.files}
@@ -42,16 +45,23 @@ def recognise(root: Path, sets: Sequence[PatchSet] | None = None) -> Checkout:
     changed = [path for path, state in states.items() if state is None]
     if changed:
         what = "is missing" if hashes[changed[0]] is None else f"differs from that of {best.version}"
-        raise PatchError(
-            f"{changed[0]} {what}; restore it with git -C {root} checkout {best.commit[:9]} -- {changed[0]}"
-        )
+        raise PatchError(f"{changed[0]} {what}; {_way_back(root, best, changed)}")
     patched = [path for path, state in states.items() if state == PATCHED]
     if patched and len(patched) < len(states):
         raise PatchError(
-            f"{root} is half patched: {len(patched)} of {len(states)} files, {patched[0]} is among them; restore all with "
-            f"git -C {root} checkout {best.commit[:9]} -- {' '.join(states)}"
+            f"{root} is half patched: {len(patched)} of {len(states)} files, {patched[0]} is among them; "
+            f"{_way_back(root, best, list(states))}"
         )
     return Checkout(root, best, PATCHED if patched else UNPATCHED)
+
+
+def _way_back(root: Path, patches: PatchSet, paths: Sequence[str]) -> str:
+    if not (root / ".git").exists():
+        return f"save what you need of your changes, and take {' '.join(paths)} from {patches.version} anew"
+    return (
+        "save what you need of your changes, which this discards: "
+        f"git -C {root} checkout {patches.commit[:9]} -- {' '.join(paths)}"
+    )
 
 
 def apply(root: Path, sets: Sequence[PatchSet] | None = None) -> tuple[Checkout, bool]:

@@ -74,7 +74,7 @@ def test_prints(figures, monkeypatch, capsys):
     [
         (["--tokens", "30", "--cp", "4"], "--tokens is 30 and --cp 4; use 2 or more ranks and a multiple of 2 x ranks"),
         (["--cp", "1"], "--tokens is 16384 and --cp 1; use 2 or more ranks"),
-        (["--heads", "3", "--key-heads", "2"], "--heads is 3 and --key-heads 2; use a multiple"),
+        (["--heads", "3", "--key-heads", "2"], "--heads is 3, --key-heads 2 and --head-dim 32; use numbers from 1 up"),
         (["--ways", "dense"], "--ways is dense; use ring, and after it any of gather, dense"),
         (["--ways", "ring,flash"], "--ways is ring,flash; use ring, and after it any of gather, dense"),
         (["--tokens", "many"], "argument --tokens: invalid int value: 'many'; see nemo-ext bench ring --help"),

@@ -151,3 +151,9 @@ def test_bench_passes_its_arguments_on(capsys, monkeypatch):
     assert cli.main(["bench", "ring", "--json", "--tokens", "64"]) == 0
     assert seen == [["--json", "--tokens", "64"]]
     assert errors(capsys, "bench", "rnig") == ["error: rnig is not a benchmark; did you mean ring?"]
+
+
+def test_a_log_folder_that_cannot_be_made_is_a_line_before_anything_starts(capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    told = errors(capsys, "train", EXAMPLE, f"logger.log_dir={tmp_path / 'file'}")
+    assert len(told) == 1 and "cannot be made (Not a directory)" in told[0]

@@ -132,6 +132,11 @@ def half_patched(root):
     (root / path).write_text(other)
 
 
+def symbolic_link(root):
+    (root / "nemo_rl/one.py").rename(root / "elsewhere.py")
+    (root / "nemo_rl/one.py").symlink_to(root / "elsewhere.py")
+
+
 def read_only(root):
     for folder, _, _ in os.walk(root):
         os.chmod(folder, 0o555)
@@ -149,6 +154,7 @@ def no_checkout(root):
         (dirty_file, "nemo_rl/sub/two.py differs from that of v1"),
         (missing_file, "nemo_rl/three.py is missing"),
         (half_patched, "is half patched: "),
+        (symbolic_link, "nemo_rl/one.py is a symbolic link"),
         (read_only, "is read-only"),
         (no_checkout, "has no folder nemo_rl"),
     ],

@@ -87,7 +87,7 @@ def read_only(root):
             another_version,
             "is none of the supported versions of NeMo-RL; check out one of main-7ea279abf (7ea279abf), v0.7.0",
         ),
-        (dirty, f"{TOUCHED} differs from that of {PATCH_SET.version}; restore it with git"),
+        (dirty, f"{TOUCHED} differs from that of {PATCH_SET.version}; save what you need"),
         (half_patched, f"is half patched: {len(PATCH_SET.files) - 1} of {len(PATCH_SET.files)} files"),
         (read_only, "is read-only"),
     ],
