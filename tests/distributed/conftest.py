@@ -1,5 +1,6 @@
 """Gloo rank processes, started once per test module and fed with functions."""
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -113,6 +114,9 @@ def _serve(rank: int, world_size: int, store: str, group_timeout: float, pipe) -
         except Exception:
             answer = (True, traceback.format_exc())
         pipe.send_bytes(pickle.dumps(answer))
+        # Models hold process groups, each with threads, in reference cycles.
+        del answer
+        gc.collect()
 
 
 @pytest.fixture(scope="module")
