@@ -22,6 +22,11 @@ while (($#)); do
   esac
 done
 
+if [[ $upstream == [/.~]* && ! -e $upstream ]]; then
+  echo "error: --upstream is $upstream: no such folder; give a clone of NeMo-RL, or a URL" >&2
+  exit 2
+fi
+
 bash ci/setup.sh
 root=$PWD/.cache/regression
 mkdir -p "$root"
