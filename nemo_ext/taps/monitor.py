@@ -197,12 +197,13 @@ class Monitor:
             self._selector.unregister(peer)
 
     def _learn(self, why: str, source: socket.socket) -> None:
+        if self._lost is not None:
+            return
+        # Passed on first: who reads it here may close this monitor at once, and a peer that has left is not heard.
+        self._tell({"why": why}, but=source)
         with self._news:
-            if self._lost is not None:
-                return
             self._lost, self._lost_at = why, time.monotonic()
             self._news.notify_all()
-        self._tell({"why": why}, but=source)
 
 
 def _read_line(peer: socket.socket) -> str:

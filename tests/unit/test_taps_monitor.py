@@ -50,6 +50,22 @@ def test_a_failure_is_known_everywhere(monitors):
         made[1].busy(True)
 
 
+def test_news_are_passed_on_before_their_reader_leaves(monitors, monkeypatch):
+    made, _ = monitors
+    tell = made[2]._tell
+
+    def tell_late(message, but=None):
+        if "why" in message:
+            time.sleep(0.2)
+        tell(message, but)
+
+    monkeypatch.setattr(made[2], "_tell", tell_late)
+    made[0].fail("x")
+    assert made[2].wait_for_news(2.0) is not None
+    made[2].close()
+    assert str(made[1].wait_for_news(2.0)) == "stage 0 (a) failed: x"
+
+
 @pytest.mark.parametrize("dead", [1, 2])
 def test_a_dead_connection_is_known_everywhere(monitors, dead):
     made, _ = monitors
