@@ -110,7 +110,7 @@ def _lines(model: type[BaseModel], error: dict[str, Any], path: str) -> list[str
         return [f"{section}.{line}" if section else line for line in str(error["ctx"]["error"]).splitlines()]
     if kind == "literal_error":
         expected = [word.strip("'") for word in error["ctx"]["expected"].replace(" or ", ", ").split(", ")]
-        return [f"{name} is {show(value)}; {nearest(str(value), expected, 'it must be one of')}"]
+        return [f"{name} is {show(value)}; it must be one of {', '.join(expected)}"]
     if kind in _BOUNDS:
         key, sign = _BOUNDS[kind]
         return [f"{name} is {show(value)}; it must be {sign} {error['ctx'][key]:g}"]
@@ -212,7 +212,7 @@ class DraftConfig(Section):
     speculator_type: Literal["eagle3", "dflash", "dspark"] = "eagle3"
     model_name: str | None = None
     loss_weight: float = Field(0.1, gt=0)
-    num_layers: int | None = Field(None, ge=1)
+    num_layers: int | None = Field(None, ge=1, le=128)
     aux_layer_indices: list[int] | None = Field(None, min_length=1)
     ttt_steps: int = Field(3, ge=1)
     ttt_pass_weights: list[float] | None = None

@@ -23,10 +23,9 @@ from nemo_ext.drafts.dspark import DSparkDraft
 from nemo_ext.drafts.eagle3 import Eagle3Draft
 from nemo_ext.drafts.eagle3_config import Eagle3Config
 from nemo_ext.drafts.eagle3_hf import export_eagle3, load_eagle3
+from nemo_ext.drafts.kinds import Shape
 from nemo_ext.layout import PackedLayout
 from nemo_ext.losses import LossTerms
-
-Shape = Eagle3Config | BlockConfig
 
 
 class Pack(Protocol):

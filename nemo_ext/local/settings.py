@@ -193,7 +193,7 @@ class CheckpointConfig(Section):
 class ClusterConfig(Section):
     """`cluster`."""
 
-    gpus_per_node: int = Field(1, ge=1)  # policy ranks; here each is a CPU process
+    gpus_per_node: int = Field(1, ge=1, le=256)  # policy ranks; here each is a CPU process
 
 
 class RunConfig(Section):

@@ -1,13 +1,15 @@
 """Holds a run's settings, files and tasks against each other, whole, before any process starts."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nemo_ext.config import ConfigError, show, validated
 from nemo_ext.drafts.eagle3_folder import CONFIG, PICKLES, WEIGHTS, rope_type
-from nemo_ext.local.draft_kinds import Shape, kind_of
+from nemo_ext.drafts.kinds import Shape, kind_of
+from nemo_ext.local.serving_checks import serving_lines, serving_notes
 from nemo_ext.local.settings import RunConfig
 from nemo_ext.local.task_checks import task_lines
 from nemo_ext.local.yaml_config import load_yaml
@@ -47,7 +49,7 @@ def checked(data: Mapping[str, Any]) -> RunConfig:
         raise ConfigError(*lines, *error.lines) from None
     draft, speculative = config.policy.draft, config.policy.generation.vllm_kwargs.speculative_config
     lines += [*_shapes(config, policy, shape), *_shards(config, policy, shape)]
-    lines += kind_of(draft).serving_lines(shape, speculative) if speculative else []
+    lines += serving_lines(draft, shape, speculative)
     if lines:
         raise ConfigError(*lines)
     draft.aux_layer_indices = list(shape.tap_layers)
@@ -59,7 +61,7 @@ def checked(data: Mapping[str, Any]) -> RunConfig:
 def notes(config: RunConfig) -> list[str]:
     """What is allowed but may surprise."""
     draft, speculative = config.policy.draft, config.policy.generation.vllm_kwargs.speculative_config
-    return list(kind_of(draft).serving_notes(draft, speculative)) if speculative else []
+    return list(serving_notes(draft, speculative))
 
 
 def policy_hf_config(config: RunConfig) -> dict:
@@ -95,7 +97,7 @@ def _draft_shape(config: RunConfig, policy: dict) -> Shape:
     draft = config.policy.draft
     kind = kind_of(draft)
     if draft.model_name is not None:
-        return kind.folder_shape(draft, policy, config.policy.generation.vllm_cfg.max_model_len)
+        return kind.folder_shape(draft.model_name, draft, policy, config.policy.generation.vllm_cfg.max_model_len)
     if lines := list(kind.fresh_lines(draft, policy)):
         raise ConfigError(*lines)
     return kind.fresh_shape(draft, policy)
@@ -225,11 +227,20 @@ def _shards(config: RunConfig, policy: dict, draft: Shape) -> Iterator[str]:
     }
     megatron = config.policy.megatron_cfg
     chunks = megatron.pipeline_model_parallel_size * (megatron.virtual_pipeline_model_parallel_size or 1)
-    if policy["num_hidden_layers"] % chunks:
+    layers = policy["num_hidden_layers"]
+    if layers % chunks:
         yield (
             f"policy.megatron_cfg.pipeline_model_parallel_size * virtual_pipeline_model_parallel_size is {chunks}, which does "
-            f"not divide the policy's num_hidden_layers ({policy['num_hidden_layers']})"
+            f"not divide the policy's num_hidden_layers ({layers}); {_sizes_that_divide(layers)}"
         )
     uneven = [f"{name} ({value})" for name, value in cut.items() if value % size]
     if uneven:
-        yield f"policy.megatron_cfg.tensor_model_parallel_size is {size}, which does not divide {', '.join(uneven)}"
+        yield (
+            f"policy.megatron_cfg.tensor_model_parallel_size is {size}, which does not divide {', '.join(uneven)}; "
+            f"{_sizes_that_divide(*cut.values())}"
+        )
+
+
+def _sizes_that_divide(*counts: int) -> str:
+    common = math.gcd(*counts)
+    return f"these do: {', '.join(str(size) for size in range(1, common + 1) if common % size == 0)}"

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from nemo_ext.config import ConfigError
+from nemo_ext.drafts.kinds import Shape, kind_of
 from nemo_ext.local.batch import Sample, StepPlan
 from nemo_ext.local.cluster import PolicyGroup
-from nemo_ext.local.draft_kinds import Shape, kind_of
 from nemo_ext.local.hf_folder import CONFIG, read_hf_folder, save_hf_folder
 from nemo_ext.local.settings import RunConfig
 from nemo_ext.local.tasks import Tasks

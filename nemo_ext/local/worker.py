@@ -17,8 +17,8 @@ from nemo_ext.local import megatron_cpu  # noqa: F401  (before megatron.core)
 from nemo_ext.attention.core_attention import PackedParams
 from nemo_ext.cotrain import embed_rows, read_target
 from nemo_ext.cotrain.draft_side import DraftSide, draft_side
+from nemo_ext.drafts.kinds import kind_of
 from nemo_ext.local.batch import Microbatch, Sample, StepPlan, microbatches
-from nemo_ext.local.draft_kinds import kind_of
 from nemo_ext.local.grpo_loss import grpo_loss, supervised_loss, token_log_probs
 from nemo_ext.local.hf_folder import read_hf_folder, save_hf_folder
 from nemo_ext.local.hf_policy import export_policy, load_policy, policy_digest

@@ -46,7 +46,7 @@ def _with_defaults(path: Path, children: tuple[Path, ...]) -> DictConfig:
 def _read(path: Path, children: tuple[Path, ...]) -> DictConfig:
     what = f"defaults of {children[-1]}" if children else "CONFIG"
     if not path.is_file():
-        raise ConfigError(f"{what} is {path}: no such file")
+        raise ConfigError(f"{what} is {path}: {'a folder; name a YAML file' if path.is_dir() else 'no such file'}")
     try:
         config = OmegaConf.load(path)
     except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:

@@ -44,12 +44,17 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=8192, help="drafted tokens (default %(default)s)")
     parser.add_argument("--vocab", type=int, default=151936, help="(default %(default)s)")
     parser.add_argument("--hidden", type=int, default=1024, help="(default %(default)s)")
-    parser.add_argument("--markov-rank", type=int, default=256, help="of dspark (default %(default)s)")
+    parser.add_argument("--markov-rank", type=int, help="of dspark (default 256)")
     parser.add_argument("--chunk-rows", type=int, default=256, help="logits at once (default %(default)s)")
     parser.add_argument("--dense-rows", type=int, help="of the whole form (default: as many as fit)")
     parser.add_argument("--threads", type=int, default=1, help="(default %(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(list(argv))
+    if args.draft == "dflash" and args.markov_rank is not None:
+        raise ConfigError(
+            f"--markov-rank is {args.markov_rank}, which dflash does not have; leave it out, or use --draft dspark"
+        )
+    args.markov_rank = 256 if args.markov_rank is None else args.markov_rank
     for name in ("rows", "vocab", "hidden", "markov_rank", "chunk_rows", "threads"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}; use 1 or more")
@@ -112,10 +117,12 @@ def _alone(work: Work, form: str, threads: int) -> Measure:
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         try:
             return pool.submit(measure, work, form, threads).result()
-        except BrokenProcessPool:
+        except RuntimeError as error:
+            if not isinstance(error, BrokenProcessPool) and "allocate memory" not in str(error):
+                raise
             raise ConfigError(
-                f"the {form} form at {work.rows} rows was killed, most likely for its memory; "
-                + ("set --dense-rows to less" if form != "chunked" else "set --chunk-rows to less")
+                f"the {form} form at --rows {work.rows} has most likely too little memory; "
+                + ("set --dense-rows to less" if form != "chunked" else "set --rows or --chunk-rows to less")
             ) from None
 
 

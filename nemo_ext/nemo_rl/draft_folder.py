@@ -7,17 +7,12 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from nemo_ext.config import ConfigError, DraftConfig, default_taps, show, taps_outside
-from nemo_ext.drafts.block_config import BlockConfig
-from nemo_ext.drafts.block_folder import check_block_folder
+from nemo_ext.config import ConfigError, DraftConfig, show
 from nemo_ext.drafts.block_formats import vllm_form
 from nemo_ext.drafts.block_import import import_block_draft
-from nemo_ext.drafts.block_init import init_block
-from nemo_ext.drafts.eagle3_config import Eagle3Config
-from nemo_ext.drafts.eagle3_folder import CONFIG, WEIGHTS, check_draft_folder
-from nemo_ext.drafts.eagle3_init import init_eagle3
+from nemo_ext.drafts.eagle3_folder import CONFIG, WEIGHTS
+from nemo_ext.drafts.kinds import Shape, kind_of
 
-Shape = Eagle3Config | BlockConfig
 START = "draft_start"
 
 
@@ -34,14 +29,13 @@ def starting_folder(draft: DraftConfig, policy: Mapping[str, Any], checkpoint_di
     own = Path(checkpoint_dir) / START
     if draft.model_name is None:
         shape = _fresh_shape(draft, config)
-        fresh = init_eagle3 if isinstance(shape, Eagle3Config) else init_block
-        _write(own, shape.to_hf(), lambda: fresh(shape, seed=0))
+        _write(own, shape.to_hf(), lambda: kind_of(draft).fresh_tensors(shape, 0))
         folder = own
     else:
         folder = Path(draft.model_name)
         if not folder.is_dir():
             folder = Path(_download(draft.model_name))
-    _check(folder, draft, config, longest)
+    kind_of(draft).folder_shape(folder, draft, config, longest)
     found = json.loads((folder / CONFIG).read_text())
     if draft.speculator_type != "eagle3" and vllm_form(found) != found:
         served, tensors = import_block_draft(found, load_file(folder / WEIGHTS))
@@ -52,13 +46,9 @@ def starting_folder(draft: DraftConfig, policy: Mapping[str, Any], checkpoint_di
 
 def draft_of_folder(folder: str | Path, draft: DraftConfig, policy: Mapping[str, Any]) -> tuple[Path, Shape]:
     """A folder that `starting_folder` gave, or one of a checkpoint, and the draft's shape. Raises ConfigError."""
-    shape = _check(Path(folder), draft, policy_hf_config(policy), policy["max_total_sequence_length"])
+    config, longest = policy_hf_config(policy), policy["max_total_sequence_length"]
+    shape = kind_of(draft).folder_shape(folder, draft, config, longest)
     return Path(folder), shape
-
-
-def _check(folder: Path, draft: DraftConfig, policy: dict, longest: int) -> Shape:
-    check = check_draft_folder if draft.speculator_type == "eagle3" else check_block_folder
-    return check(folder, policy, draft, max_length=longest)
 
 
 def policy_hf_config(policy: Mapping[str, Any]) -> dict:
@@ -72,55 +62,21 @@ def policy_hf_config(policy: Mapping[str, Any]) -> dict:
 
 def _fresh_shape(draft: DraftConfig, policy: dict) -> Shape:
     """Of a draft that starts from random weights, shaped like the policy's layers. Raises ConfigError."""
-    taps = draft.aux_layer_indices or default_taps(policy["num_hidden_layers"])
-    lines = taps_outside(taps, policy["num_hidden_layers"])
+    kind = kind_of(draft)
+    lines = list(kind.fresh_lines(draft, policy))
     if draft.draft_vocab_size is not None:
         lines.append(
             f"policy.draft.draft_vocab_size is {draft.draft_vocab_size}, but a fresh draft knows no token counts to choose "
             "by; set null or give a draft with a reduced vocabulary as policy.draft.model_name"
         )
-    if draft.speculator_type != "eagle3":
-        lines += [
-            f"policy.draft.{key} is null, and so is policy.draft.model_name, whose draft would tell; set {what}"
-            for key, what in (
-                ("gamma", "how many tokens a block drafts"),
-                ("mask_token_id", "a token id that texts do not have"),
-            )
-            if getattr(draft, key) is None
-        ]
-        if (draft.mask_token_id or 0) >= policy["vocab_size"]:
-            lines.append(
-                f"policy.draft.mask_token_id is {draft.mask_token_id}, outside the policy's vocabulary of "
-                f"{policy['vocab_size']}; set a token id below that"
-            )
     if lines:
         raise ConfigError(*lines)
-    policy = {
-        # What the configs of some families leave to be told, or call by another name.
+    # What the configs of some families leave to be told, or call by another name.
+    told = {
         "head_dim": policy["hidden_size"] // policy["num_attention_heads"],
         "rms_norm_eps": policy.get("layer_norm_epsilon", 1e-6),
-        **{key: value for key, value in policy.items() if value is not None},
     }
-    layers = draft.num_layers or 1
-    if draft.speculator_type == "eagle3":
-        return Eagle3Config.for_policy(
-            policy,
-            taps,
-            num_layers=layers,
-            norm_output=bool(draft.norm_output),
-            norm_before_residual=bool(draft.norm_before_residual),
-            fc_norm=bool(draft.fc_norm),
-        )
-    return BlockConfig.for_policy(
-        draft.speculator_type,
-        policy,
-        taps,
-        gamma=draft.gamma,
-        mask_token_id=draft.mask_token_id,
-        num_layers=layers,
-        sliding_window=draft.sliding_window,
-        markov_rank=draft.markov_rank or 64,
-    )
+    return kind.fresh_shape(draft, told | {key: value for key, value in policy.items() if value is not None})
 
 
 def _write(folder: Path, config: dict, tensors: Callable[[], Mapping[str, Any]]) -> None:

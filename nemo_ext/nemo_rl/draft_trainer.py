@@ -25,8 +25,9 @@ from megatron.core.utils import get_model_config
 
 from nemo_ext.config import DraftConfig
 from nemo_ext.cotrain import embed_rows, read_target
-from nemo_ext.cotrain.draft_side import Shape, draft_side
+from nemo_ext.cotrain.draft_side import draft_side
 from nemo_ext.cotrain.optim import build_optimizer, finalize_grads, wrap_ddp
+from nemo_ext.drafts.kinds import Shape
 from nemo_ext.nemo_rl.microbatches import DraftBatch
 from nemo_ext.taps import Landing, Rows, TapChannel, open_channel
 from nemo_ext.taps.hooks import unwrapped

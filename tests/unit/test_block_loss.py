@@ -135,6 +135,7 @@ def test_the_benchmark_prints_json(capsys, monkeypatch):
     [
         (["--rows", "0"], "--rows is 0; use 1 or more"),
         (["--dense-rows", "9000"], "--dense-rows is 9000; use 2 to --rows 8192"),
+        (["--markov-rank", "8"], "--markov-rank is 8, which dflash does not have"),
         (["--draft", "eagle"], "invalid choice: 'eagle'"),
     ],
 )

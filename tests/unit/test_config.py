@@ -55,7 +55,7 @@ def test_pass_weights_are_the_given_ones():
         ({"aux_layer_indices": [0, "a"]}, "policy.draft.aux_layer_indices[1] is 'a'; it must be an integer"),
         ({"aux_layer_indices": [-1, 2]}, "policy.draft.aux_layer_indices is [-1, 2]; layers are numbered from 0"),
         ({"engine": "upstream"}, "policy.draft.engine is upstream; it must be one of nemo_ext"),
-        ({"speculator_type": "eagel3"}, "policy.draft.speculator_type is eagel3; did you mean eagle3?"),
+        ({"speculator_type": "eagel3"}, "policy.draft.speculator_type is eagel3; it must be one of eagle3, dflash, dspark"),
     ],
 )  # fmt: skip
 def test_one_wrong_key_is_one_line_with_its_path_value_and_remedy(keys, line):
@@ -82,7 +82,7 @@ def test_taps_that_vllm_would_reorder_are_refused(taps):
         ({"mask_token_id": -1}, "policy.draft.mask_token_id is -1; it must be >= 0"),
         ({"markov_rank": 0}, "policy.draft.markov_rank is 0; it must be >= 1"),
         ({"tv_loss_alpha": -0.5}, "policy.draft.tv_loss_alpha is -0.5; it must be >= 0"),
-        ({"loss_weighting": "expo"}, "policy.draft.loss_weighting is expo; did you mean exp?"),
+        ({"loss_weighting": "expo"}, "policy.draft.loss_weighting is expo; it must be one of uniform, exp"),
         ({"anchors_per_sequence": 4}, "policy.draft.anchors_per_sequence is not a setting; did you mean anchors_per_seq?"),
         ({"ce_loss_alpha": 0.0, "tv_loss_alpha": 0.0},
          "policy.draft.ce_loss_alpha is 0.0 and tv_loss_alpha is 0.0, so nothing would teach the draft its tokens; set one "

@@ -102,9 +102,9 @@ def test_tensor_parallelism_must_cut_a_block_draft_evenly():
         "dspark", "policy.draft.draft_vocab_size=81", "policy.megatron_cfg.tensor_model_parallel_size=2",
         "cluster.gpus_per_node=2",
     )  # fmt: skip
-    assert (
-        line
-        == "policy.megatron_cfg.tensor_model_parallel_size is 2, which does not divide policy.draft.draft_vocab_size (81)"
+    assert line == (
+        "policy.megatron_cfg.tensor_model_parallel_size is 2, which does not divide policy.draft.draft_vocab_size (81); "
+        "these do: 1"
     )
 
 

@@ -88,7 +88,7 @@ def test_a_fresh_policys_hf_config_is_what_transformers_reads(tmp_path):
         ([f"{SPECULATIVE}=null"], f"policy.draft.enabled is true but {SPECULATIVE} is null"),
         ([f"{SPECULATIVE}.method=dflash"],
          f"{SPECULATIVE}.method is dflash but policy.draft.speculator_type is eagle3; set both alike"),
-        ([f"{SPECULATIVE}.method=eagle"], f"{SPECULATIVE}.method is eagle; did you mean eagle3?"),
+        ([f"{SPECULATIVE}.method=eagle"], f"{SPECULATIVE}.method is eagle; it must be one of eagle3, dflash, dspark"),
         ([f"{SPECULATIVE}.num_speculative_tokens=0"], f"{SPECULATIVE}.num_speculative_tokens is 0; it must be >= 1"),
         ([f"{SPECULATIVE}.model=/elsewhere"],
          f"{SPECULATIVE}.model is /elsewhere but policy.draft.model_name is null; leave the former out"),
@@ -110,6 +110,10 @@ def test_a_fresh_policys_hf_config_is_what_transformers_reads(tmp_path):
         (["data.tasks=[]"], "data.tasks is []; it must have at least 1 entry"),
         (["grpo.num_generations_per_prompt=1"], "grpo.num_generations_per_prompt is 1; it must be >= 2"),
         (["grpo.sed=1"], "grpo.sed is not a setting; did you mean seed?"),
+        (["cluster.gpus_per_node=100000"], "cluster.gpus_per_node is 100000; it must be <= 256"),
+        (["policy.megatron_cfg.pipeline_model_parallel_size=4", "cluster.gpus_per_node=4"],
+         "policy.megatron_cfg.pipeline_model_parallel_size * virtual_pipeline_model_parallel_size is 4, which does not "
+         "divide the policy's num_hidden_layers (6); these do: 1, 2, 3, 6"),
         (["polcy=1"], "polcy is not a setting; did you mean policy?"),
     ],
 )  # fmt: skip
@@ -123,7 +127,7 @@ def test_tensor_parallelism_must_cut_evenly():
     (line,) = lines("policy.megatron_cfg.tensor_model_parallel_size=4", "cluster.gpus_per_node=4")
     assert line == (
         "policy.megatron_cfg.tensor_model_parallel_size is 4, which does not divide "
-        "the policy's num_key_value_heads (2), the draft's num_key_value_heads (2)"
+        "the policy's num_key_value_heads (2), the draft's num_key_value_heads (2); these do: 1, 2"
     )
 
 

@@ -6,14 +6,14 @@ Settings are checked with it before anything starts, so torch is loaded only for
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from nemo_ext.config import ConfigError, DraftConfig, default_taps, show, taps_outside
+from nemo_ext.config import DraftConfig, default_taps, show, taps_outside
 from nemo_ext.drafts.block_config import BlockConfig
 from nemo_ext.drafts.block_folder import check_block_folder
 from nemo_ext.drafts.eagle3_config import Eagle3Config
 from nemo_ext.drafts.eagle3_folder import check_draft_folder
-from nemo_ext.local.settings import SpeculativeConfig
 
 if TYPE_CHECKING:
     import torch
@@ -30,8 +30,8 @@ class DraftKind(Protocol):
     def shape_of(self, hf_config: dict) -> Shape:
         """Of a folder's `config.json` in the form that is served."""
 
-    def folder_shape(self, draft: DraftConfig, policy: dict, max_length: int) -> Shape:
-        """Of the draft in `draft.model_name`. Raises ConfigError with a line for everything that does not fit."""
+    def folder_shape(self, folder: str | Path, draft: DraftConfig, policy: dict, max_length: int) -> Shape:
+        """Of the draft in a folder. Raises ConfigError with a line for everything that does not fit."""
 
     def fresh_lines(self, draft: DraftConfig, policy: dict) -> Iterator[str]:
         """What stands in the way of a fresh draft."""
@@ -39,17 +39,11 @@ class DraftKind(Protocol):
     def fresh_shape(self, draft: DraftConfig, policy: dict) -> Shape:
         """Of a fresh draft."""
 
-    def fresh_tensors(self, shape: Shape, seed: int, target_ids: torch.Tensor | None, policy_head_VH) -> Tensors:
-        """Its weights. `target_ids`: of a reduced vocabulary."""
+    def fresh_tensors(self, shape: Shape, seed: int, target_ids=None, policy_head_VH=None) -> Tensors:
+        """Its weights. `target_ids`: of a reduced vocabulary, whose head starts from those rows of the policy's."""
 
     def imported(self, hf_config: dict, tensors: Tensors, policy: Tensors) -> tuple[dict, Tensors]:
         """A checked folder under the names that the trainer streams; `policy` by Hugging Face name."""
-
-    def serving_lines(self, shape: Shape, speculative: SpeculativeConfig) -> Iterator[str]:
-        """What the engine cannot serve."""
-
-    def serving_notes(self, draft: DraftConfig, speculative: SpeculativeConfig) -> Iterator[str]:
-        """What it serves otherwise than one may expect; of a checked `policy.draft`."""
 
 
 class Eagle3Kind:
@@ -60,8 +54,8 @@ class Eagle3Kind:
     def shape_of(self, hf_config):
         return Eagle3Config.from_hf(hf_config)
 
-    def folder_shape(self, draft, policy, max_length):
-        return check_draft_folder(draft.model_name, policy, draft, max_length=max_length)
+    def folder_shape(self, folder, draft, policy, max_length):
+        return check_draft_folder(folder, policy, draft, max_length=max_length)
 
     def fresh_lines(self, draft, policy):
         yield from _fresh_lines(draft, policy)
@@ -77,7 +71,7 @@ class Eagle3Kind:
             fc_norm=bool(draft.fc_norm),
         )
 
-    def fresh_tensors(self, shape, seed, target_ids, policy_head_VH):
+    def fresh_tensors(self, shape, seed, target_ids=None, policy_head_VH=None):
         from nemo_ext.drafts.eagle3_init import init_eagle3
 
         return init_eagle3(shape, seed, target_ids)
@@ -86,17 +80,6 @@ class Eagle3Kind:
         hf_config = hf_config | {"torch_dtype": "float32", "dtype": "float32"}
         named = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
         return hf_config, {n: t.float() if t.is_floating_point() else t for n, t in named.items()}
-
-    def serving_lines(self, shape, speculative):
-        yield from ()
-
-    def serving_notes(self, draft, speculative):
-        if speculative.num_speculative_tokens > draft.ttt_steps:
-            yield (
-                f"speculative_config.num_speculative_tokens is {speculative.num_speculative_tokens}, "
-                f"policy.draft.ttt_steps is {draft.ttt_steps}: tokens after the {draft.ttt_steps}th are drafted at depths "
-                "that the draft was not trained for"
-            )
 
 
 class BlockKind:
@@ -110,14 +93,8 @@ class BlockKind:
     def shape_of(self, hf_config):
         return BlockConfig.from_hf(hf_config)
 
-    def folder_shape(self, draft, policy, max_length):
-        shape = check_block_folder(draft.model_name, policy, draft, max_length=max_length)
-        if len(set(shape.layer_types)) > 1:
-            raise ConfigError(
-                f"policy.draft.model_name is {draft.model_name}: layer_types is {list(shape.layer_types)}; vLLM serves a "
-                "mixture on GPUs only, so use a draft whose layers are all of one type"
-            )
-        return shape
+    def folder_shape(self, folder, draft, policy, max_length):
+        return check_block_folder(folder, policy, draft, max_length=max_length)
 
     def fresh_lines(self, draft, policy):
         yield from _fresh_lines(draft, policy)
@@ -151,7 +128,7 @@ class BlockKind:
             markov_rank=draft.markov_rank or 64,
         )
 
-    def fresh_tensors(self, shape, seed, target_ids, policy_head_VH):
+    def fresh_tensors(self, shape, seed, target_ids=None, policy_head_VH=None):
         from nemo_ext.drafts.block_init import init_block
 
         return init_block(shape, seed, target_ids, policy_head_VH)
@@ -161,21 +138,6 @@ class BlockKind:
 
         embedding_VH = policy["model.embed_tokens.weight"]
         return import_block_draft(hf_config, tensors, embedding_VH, policy.get("lm_head.weight", embedding_VH))
-
-    def serving_lines(self, shape, speculative):
-        if speculative.num_speculative_tokens > shape.gamma:
-            yield (
-                "policy.generation.vllm_kwargs.speculative_config.num_speculative_tokens is "
-                f"{speculative.num_speculative_tokens}, but a block of this draft has {shape.gamma} tokens "
-                f"(policy.draft.gamma); set {shape.gamma} or less"
-            )
-
-    def serving_notes(self, draft, speculative):
-        if speculative.num_speculative_tokens < draft.gamma:
-            yield (
-                f"speculative_config.num_speculative_tokens is {speculative.num_speculative_tokens}, policy.draft.gamma is "
-                f"{draft.gamma}: vLLM makes blocks smaller than those that the draft is trained on"
-            )
 
 
 def kind_of(draft: DraftConfig) -> DraftKind:
