@@ -50,6 +50,7 @@ export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false NVTE_FRAM
 export PYTHONDONTWRITEBYTECODE=1 CUDA_VISIBLE_DEVICES="" RAY_USAGE_STATS_ENABLED=0
 stubs=$PWD/ci/regression/stubs
 python=$root/env/bin/python
+racy=$PWD/ci/regression/upstream_tests/racy.txt
 failed=0
 trap 'jobs -p | xargs -r kill 2>/dev/null || true' EXIT
 # Ended from outside: what had failed by then has failed.
@@ -66,7 +67,8 @@ upstream_tests() {
   (
     cd "$2"
     export PYTHONPATH=$stubs:$2:$root/megatron
-    tests "$1" "$python" -m pytest -p no_ray -p no:cacheprovider -o addopts= --noconftest -q --timeout 60 $(cut -d' ' -f2 "$3")
+    tests "$1" "$python" -m pytest -p upstream_run -p no:cacheprovider -o addopts= --noconftest -q --timeout 60 \
+      $(sed 's/ .*//; s/^/--deselect=/' "$racy") $(cut -d' ' -f2 "$3")
   )
 }
 
