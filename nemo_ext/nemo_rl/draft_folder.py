@@ -1,25 +1,31 @@
 """The Hugging Face folder that the draft starts from: a local one, one from the hub, or a fresh one."""
 
 import json
+import pickle
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 
-from nemo_ext.config import ConfigError, DraftConfig, show
+from nemo_ext.config import ConfigError, DraftConfig, default_taps, show
 from nemo_ext.drafts.block_formats import vllm_form
 from nemo_ext.drafts.block_import import import_block_draft
 from nemo_ext.drafts.eagle3_folder import CONFIG, WEIGHTS
 from nemo_ext.drafts.kinds import Shape, kind_of
 
 START = "draft_start"
+_PICKLE = "pytorch_model.bin"
+_TAP_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def starting_folder(draft: DraftConfig, policy: Mapping[str, Any], checkpoint_dir: str) -> str:
     """Absolute path of the draft's folder, which fits the policy, in the form that vLLM serves.
 
-    A fresh draft, and one in another form, is written into `checkpoint_dir`, and found there again when the run is resumed.
+    A fresh draft, and one in a form that vLLM or the trainer does not read, is written into `checkpoint_dir`, and found
+    there again when the run is resumed.
 
     Raises:
         ConfigError: a line for everything that does not fit.
@@ -27,6 +33,7 @@ def starting_folder(draft: DraftConfig, policy: Mapping[str, Any], checkpoint_di
     config = policy_hf_config(policy)
     longest = policy["max_total_sequence_length"]
     own = Path(checkpoint_dir) / START
+    was_there = own.exists()
     if draft.model_name is None:
         shape = _fresh_shape(draft, config)
         _write(own, shape.to_hf(), lambda: kind_of(draft).fresh_tensors(shape, 0))
@@ -35,13 +42,54 @@ def starting_folder(draft: DraftConfig, policy: Mapping[str, Any], checkpoint_di
         folder = Path(draft.model_name)
         if not folder.is_dir():
             folder = Path(_download(draft.model_name))
-    kind_of(draft).folder_shape(folder, draft, config, longest)
+        if draft.speculator_type == "eagle3":
+            folder = _whole_eagle3(folder, draft, config, own)
+    try:
+        kind_of(draft).folder_shape(folder, draft, config, longest)
+    except ConfigError as error:
+        if folder != own or was_there:
+            raise
+        shutil.rmtree(own)
+        raise ConfigError(*(line.replace(str(own), str(draft.model_name)) for line in error.lines)) from None
     found = json.loads((folder / CONFIG).read_text())
     if draft.speculator_type != "eagle3" and vllm_form(found) != found:
         served, tensors = import_block_draft(found, load_file(folder / WEIGHTS))
         _write(own, served, lambda: tensors)
         folder = own
     return str(folder.resolve())
+
+
+def _whole_eagle3(folder: Path, draft: DraftConfig, policy: dict, own: Path) -> Path:
+    """The folder, or `own` with what public EAGLE-3 drafts often lack: safetensors, and the tapped layers in the config.
+
+    Untold layers are those of `policy.draft.aux_layer_indices`, else vLLM's own for such a draft.
+    """
+    try:
+        config = json.loads((folder / CONFIG).read_text())
+    except (OSError, ValueError):
+        return folder  # told by the check of the folder
+    eagle = config.get("eagle_config") or {}
+    told = config.get(_TAP_IDS) or eagle.get(_TAP_IDS)
+    pickled = not (folder / WEIGHTS).is_file() and (folder / _PICKLE).is_file()
+    if told and not pickled:
+        return folder
+    if not told:
+        ids = [layer + 1 for layer in draft.aux_layer_indices or default_taps(policy["num_hidden_layers"])]
+        config |= {_TAP_IDS: ids, "eagle_config": {**eagle, _TAP_IDS: ids}}
+    _write(own, config, lambda: _unpickled(folder / _PICKLE) if pickled else load_file(folder / WEIGHTS))
+    return own
+
+
+def _unpickled(file: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a pickle, which can hold nothing else."""
+    try:
+        found = torch.load(file, weights_only=True, map_location="cpu")
+        return {name: tensor.contiguous().clone() for name, tensor in found.items()}
+    except (pickle.UnpicklingError, AttributeError, EOFError, RuntimeError) as error:
+        raise ConfigError(
+            f"policy.draft.model_name: {file} is no pickle of plain tensors ({str(error).splitlines()[0]}); save the draft "
+            f"as {WEIGHTS}"
+        ) from None
 
 
 def draft_of_folder(folder: str | Path, draft: DraftConfig, policy: Mapping[str, Any]) -> tuple[Path, Shape]:
@@ -52,12 +100,18 @@ def draft_of_folder(folder: str | Path, draft: DraftConfig, policy: Mapping[str,
 
 
 def policy_hf_config(policy: Mapping[str, Any]) -> dict:
-    """The policy's Hugging Face config as a dict, with `policy.hf_config_overrides`."""
+    """The policy's Hugging Face config as a dict, with `policy.hf_config_overrides`. Raises ConfigError if it is not of a
+    text model."""
     from transformers import AutoConfig
 
     overrides = policy.get("hf_config_overrides") or {}
     config = AutoConfig.from_pretrained(policy["model_name"], trust_remote_code=True, **overrides)
-    return config.get_text_config().to_dict()
+    if config.get_text_config() is not config:
+        raise ConfigError(
+            f"policy.model_name is {policy['model_name']}, a multimodal model ({config.model_type}) that lays out its rows by "
+            "itself; drafts train beside text models only"
+        )
+    return config.to_dict()
 
 
 def _fresh_shape(draft: DraftConfig, policy: dict) -> Shape:
@@ -88,9 +142,10 @@ def _write(folder: Path, config: dict, tensors: Callable[[], Mapping[str, Any]])
                 "another checkpointing.checkpoint_dir or remove the folder"
             )
         return
+    made = dict(tensors())
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f".{WEIGHTS}.partial"
-    save_file(dict(tensors()), partial, metadata={"format": "pt"})
+    save_file(made, partial, metadata={"format": "pt"})
     partial.replace(folder / WEIGHTS)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
@@ -101,7 +156,7 @@ def _download(name: str) -> str:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return snapshot_download(name, allow_patterns=["*.json", "*.safetensors"])
+        return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", _PICKLE])
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(

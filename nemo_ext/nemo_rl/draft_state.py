@@ -5,6 +5,7 @@ layout was. The optimizer's state goes beside it, one file for each tensor-paral
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -12,10 +13,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from nemo_ext.config import ConfigError
-from nemo_ext.cotrain.draft_side import Shape
 from nemo_ext.drafts.block_config import BlockConfig
 from nemo_ext.drafts.block_formats import vllm_names
 from nemo_ext.drafts.eagle3_folder import CONFIG, WEIGHTS
+from nemo_ext.drafts.kinds import Shape
 from nemo_ext.nemo_rl.draft_trainer import DraftTrainer
 
 FOLDER = "draft"
@@ -86,17 +87,48 @@ def _dtype_name(draft: torch.nn.Module) -> str:
     return str(next(draft.parameters()).dtype).removeprefix("torch.")
 
 
+class Parking:
+    """Host copies of tensors whose memory is given back meanwhile.
+
+    The tensors stay on their device, without memory: Megatron's DDP hooks each parameter's gradient accumulator, once,
+    and torch forgets that accumulator when the parameter changes its device.
+    """
+
+    def __init__(self):
+        self._parked: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+
+    def park(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Copies the tensors' memory to the host and frees it. What is parked already stays so."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.nbytes():
+                host = torch.UntypedStorage(storage.nbytes()).copy_(storage)
+                self._parked.append((storage, host))
+                storage.resize_(0)
+
+    def bring_back(self) -> None:
+        """Takes memory for all that is parked and fills it."""
+        for storage, host in self._parked:
+            storage.resize_(host.nbytes())
+            storage.copy_(host)
+        self._parked.clear()
+
+
 @torch.no_grad()
-def move_draft(trainer: DraftTrainer, device: torch.device | str, *, params: bool, grads: bool) -> None:
-    """Moves parameters, and frees or brings back the gradients' buffers (a CPU device frees them)."""
+def move_draft(
+    trainer: DraftTrainer, parking: Parking, device: torch.device | str, *, params: bool, grads: bool
+) -> None:
+    """Parks parameters and frees the gradients' buffers on the way to a CPU device; else brings both back."""
     if trainer.draft is None:
         return
-    if params:
-        for tensor in (*trainer.draft.parameters(), *trainer.draft.buffers()):
-            tensor.data = tensor.data.to(device)
+    away = torch.device(device).type == "cpu"
+    if params and away:
+        parking.park([*trainer.draft.parameters(), *trainer.draft.buffers()])
+    elif params:
+        parking.bring_back()
     if grads and trainer.optimizer is not None:
         for buffer in trainer.ddp.buffers:
-            if torch.device(device).type == "cpu":
+            if away:
                 buffer.offload_to_cpu(move_params=False, move_grads=True)
             else:
                 buffer.reload_from_cpu(move_params=False, move_grads=True)

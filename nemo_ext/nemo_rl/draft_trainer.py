@@ -93,9 +93,11 @@ class DraftTrainer:
             transport=settings.tap_transport,
             device=device,
         )
+        if device.type == "cuda" and "p2p" in self._channel.transports.values():
+            # Taps are received ahead; waiting for the whole device after each exchange of the pipeline would wait for them.
+            self._config.batch_p2p_sync = False
         self._gpt.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         self._gpt.register_forward_hook(self._after_forward, with_kwargs=True)
-        self._follow_finalize()
 
     @property
     def _is_last(self) -> bool:
@@ -135,7 +137,7 @@ class DraftTrainer:
         the run begins. After an error the gradients are forgotten."""
         self._batches = iter(batches)
         try:
-            with ExitStack() as self._stack:
+            with self._joined_finalize(), ExitStack() as self._stack:
                 yield
         except BaseException:
             self.forget()
@@ -213,8 +215,17 @@ class DraftTrainer:
         return logits_TV
 
     def _embedding(self, batch: DraftBatch) -> torch.Tensor:
-        ids_E = self._side.embed_ids(batch, self.steps)
-        return embed_rows(self._gpt.embedding.word_embeddings, ids_E, self._groups.tp)
+        embedding = self._gpt.embedding.word_embeddings
+        self._finish_gather(embedding.weight)
+        return embed_rows(embedding, self._side.embed_ids(batch, self.steps), self._groups.tp)
+
+    def _finish_gather(self, parameter: torch.nn.Parameter) -> None:
+        """Megatron gathers what a distributed optimizer has stepped when a forward reaches the parameter's own module,
+        and this is earlier (`overlap_param_gather`)."""
+        ddp = self._model
+        if getattr(ddp, "remove_forward_pre_hook_handles", None) and parameter in ddp.param_to_bucket_group:
+            by_others = ddp.ddp_config.align_param_gather or ddp.overlap_param_gather_with_optimizer_step
+            ddp.param_to_bucket_group[parameter].finish_param_sync(skip_next_bucket_dispatch=by_others)
 
     def _rows(self, batch: DraftBatch) -> Rows:
         ids_E = self._side.embed_ids(batch, self.steps)
@@ -222,25 +233,23 @@ class DraftTrainer:
 
     # The draft's own step
 
-    def _follow_finalize(self) -> None:
-        self._finalize_policy = self._config.finalize_model_grads_func
-        self._config.finalize_model_grads_func = self._finalize_both
-
-    def _finalize_both(self, *args, **kwargs) -> None:
-        self._finalize_policy(*args, **kwargs)
-        self.end_schedule()
-        self._optimizer_step()
-        self.steps += 1
-
     @contextmanager
-    def unseen(self) -> Iterator[None]:
-        """Meanwhile the policy's configuration is as upstream made it."""
-        mine = self._config.finalize_model_grads_func
-        self._config.finalize_model_grads_func = self._finalize_policy
+    def _joined_finalize(self) -> Iterator[None]:
+        """The draft's step follows the policy's gradients. At all other times the policy's configuration is as upstream
+        made it, because upstream writes it into checkpoints, functions and all."""
+        finalize_policy = self._config.finalize_model_grads_func
+
+        def finalize_both(*args, **kwargs) -> None:
+            finalize_policy(*args, **kwargs)
+            self.end_schedule()
+            self._optimizer_step()
+            self.steps += 1
+
+        self._config.finalize_model_grads_func = finalize_both
         try:
             yield
         finally:
-            self._config.finalize_model_grads_func = mine
+            self._config.finalize_model_grads_func = finalize_policy
 
     def _optimizer_step(self) -> None:
         if self.optimizer is None or self._sums is None:

@@ -99,11 +99,7 @@ def draft_batches(
     """
     if cfg["sequence_packing"]["enabled"]:
         _, longest = batch.get_microbatch_iterator_for_packable_sequences_len()
-        pad = Padding(
-            *_get_pack_sequence_parameters_for_megatron(
-                cfg["megatron_cfg"], cfg["make_sequence_length_divisible_by"], longest
-            )
-        )
+        pad = Padding.of(cfg, longest)
         raw = batch.make_microbatch_iterator_for_packable_sequences()
         return [_packed(one, pad, cp_size, cp_rank, device) for one in raw]
     if cfg["dynamic_batching"]["enabled"]:
@@ -113,6 +109,18 @@ def draft_batches(
     return [_unpacked(one, device) for one in raw]
 
 
+def max_pack_rows(cfg: Mapping[str, Any]) -> int:
+    """Rows of the largest microbatch, padding included, over all context-parallel ranks. `cfg`: `policy`."""
+    unit = cfg["make_sequence_length_divisible_by"]
+    longest = _up(cfg["max_total_sequence_length"], unit)
+    if cfg["sequence_packing"]["enabled"]:
+        longest = max(_up(cfg["sequence_packing"]["train_mb_tokens"], unit), longest)
+        return _up(longest, Padding.of(cfg, longest).pack_multiple)
+    if cfg["dynamic_batching"]["enabled"]:
+        return max(_up(cfg["dynamic_batching"]["train_mb_tokens"], unit), longest)
+    return cfg["train_micro_batch_size"] * longest
+
+
 @dataclass(frozen=True)
 class Padding:
     """How upstream pads packs: each sequence to a multiple, the last one so that the pack has a multiple or a size."""
@@ -120,6 +128,12 @@ class Padding:
     sequence_multiple: int
     pack_multiple: int
     pack_size: int | None
+
+    @classmethod
+    def of(cls, cfg: Mapping[str, Any], longest: int) -> "Padding":
+        """`cfg`: `policy`. `longest`: rows of the longest pack."""
+        unit = cfg["make_sequence_length_divisible_by"]
+        return cls(*_get_pack_sequence_parameters_for_megatron(cfg["megatron_cfg"], unit, longest))
 
     def padded_lens(self, lengths: Sequence[int]) -> list[int]:
         """Rows of each sequence in upstream's pack."""

@@ -15,10 +15,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from nemo_rl.models.policy.utils import get_runtime_env_for_policy_worker
 from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorkerImpl
 
-from nemo_ext.config import ConfigError
 from nemo_ext.nemo_rl.config import draft_settings
 from nemo_ext.nemo_rl.draft_folder import draft_of_folder
 from nemo_ext.nemo_rl.draft_state import (
+    Parking,
     move_draft,
     move_draft_optimizer,
     read_draft,
@@ -27,7 +27,7 @@ from nemo_ext.nemo_rl.draft_state import (
     saved_draft,
 )
 from nemo_ext.nemo_rl.draft_trainer import DraftTrainer
-from nemo_ext.nemo_rl.microbatches import DraftBatch, draft_batches
+from nemo_ext.nemo_rl.microbatches import DraftBatch, draft_batches, max_pack_rows
 from nemo_ext.rollout.manifest import DRAFT_PREFIX
 
 
@@ -59,16 +59,12 @@ class DraftPolicyWorkerImpl(MegatronPolicyWorkerImpl):
 
     def _add_draft(self, config, weights_path: str | None, optimizer_path: str | None, *, train: bool) -> None:
         """Makes the draft, from the checkpoint if it has one, else from `policy.draft.model_name`."""
-        if self.delegate_pack_to_model or getattr(self, "model_slices_context_parallel_inputs", False):
-            raise ConfigError(
-                f"policy.model_name is {config['model_name']}, a multimodal model that lays out its rows by itself; drafts "
-                "train beside text models only"
-            )
         settings = draft_settings(config)
         saved = saved_draft(weights_path)
         folder, shape = draft_of_folder(saved or settings.model_name, settings, config)
         self._groups = ProcessGroupCollection.use_mpu_process_groups()
         self._device = next(self.model.parameters()).device
+        self._parking = Parking()
         self._draft = DraftTrainer(
             self.model,
             settings,
@@ -131,8 +127,7 @@ class DraftPolicyWorkerImpl(MegatronPolicyWorkerImpl):
 
     def save_checkpoint(self, weights_path: str, optimizer_path: str | None = None, **kwargs):
         """Upstream's checkpoint, with the draft in its `weights` folder."""
-        with self._draft.unseen():  # upstream writes the model's configuration, functions and all
-            super().save_checkpoint(weights_path, optimizer_path, **kwargs)
+        super().save_checkpoint(weights_path, optimizer_path, **kwargs)
         save_draft(self._draft, self._groups, weights_path, optimizer=optimizer_path is not None)
         dist.barrier()
 
@@ -140,29 +135,19 @@ class DraftPolicyWorkerImpl(MegatronPolicyWorkerImpl):
         """Moves the draft with the policy."""
         model = super().move_model(model, device, move_params=move_params, move_grads=move_grads)
         if self._draft is not None and model is self.model:
-            move_draft(self._draft, torch.device(device), params=move_params, grads=move_grads)
+            move_draft(self._draft, self._parking, device, params=move_params, grads=move_grads)
         return model
 
     def move_optimizer(self, device: str):
         """Moves the draft's optimizer with the policy's."""
         super().move_optimizer(device)
         if self._draft is not None:
-            move_draft_optimizer(self._draft, torch.device(device))
+            move_draft_optimizer(self._draft, device)
 
 
 def without_draft(config) -> dict:
     """The policy's settings as upstream gets to see them."""
     return {**config, "draft": {"enabled": False}}
-
-
-def max_pack_rows(config) -> int:
-    """Rows of the largest microbatch, padding included, over all context-parallel ranks."""
-    unit = config["make_sequence_length_divisible_by"]
-    longest = -(-config["max_total_sequence_length"] // unit) * unit
-    for section in ("sequence_packing", "dynamic_batching"):
-        if config[section]["enabled"]:
-            return max(-(-config[section]["train_mb_tokens"] // unit) * unit, longest)
-    return config["train_micro_batch_size"] * longest
 
 
 def flat_metrics(metrics: dict[str, float | list[float]]) -> dict[str, float]:

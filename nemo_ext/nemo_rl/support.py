@@ -126,7 +126,6 @@ LIMITS = (
         "megatron_cfg.cuda_graph_impl",
         (None, "none"),
         "graphs hide the tapped layers",
-        versions=(MAIN,),
     ),
     Limit("engines other than vLLM", "generation.backend", ("vllm",), "only vLLM takes draft weights"),
     Limit(

@@ -7,7 +7,7 @@ import torch
 from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtension
 from torch import nn
 
-from nemo_ext.rollout.draft_model import find_draft_model, unshare, verify_loading
+from nemo_ext.rollout.draft_model import find_draft_model, shared_modules, unshare, verify_loading
 from nemo_ext.rollout.errors import EngineUnusable, RefreshError
 from nemo_ext.rollout.manifest import DRAFT_PREFIX, TensorSpec
 from nemo_ext.rollout.refresh import WeightRefresh
@@ -17,11 +17,11 @@ class DraftWorkerExtension(VllmInternalWorkerExtension):
     """Given to vLLM by path as `worker_extension_cls`."""
 
     def prepare_refit_info(self, state_dict_info: dict[str, Any]) -> None:
-        """Takes the names, shapes and types of all refits to come, and sees that the draft can take its part.
+        """Takes the names, shapes and types of all refits to come. Touches no weight: a colocated engine sleeps meanwhile.
 
         Raises:
-            RefreshError: the trainer sends no draft, the engine serves none, or the two do not have the same tensors;
-                or CUDA graphs were captured while the draft shared its head with the policy.
+            RefreshError: the trainer sends no draft, or the engine serves none; or CUDA graphs were captured while the
+                draft shared its head with the policy.
         """
         super().prepare_refit_info(state_dict_info)
         manifest = [TensorSpec(name, tuple(shape), dtype) for name, (shape, dtype) in state_dict_info.items()]
@@ -32,18 +32,13 @@ class DraftWorkerExtension(VllmInternalWorkerExtension):
                 f"the engine serves {'no' if draft is None else 'a'} draft and refits bring {len(draft_specs)} draft "
                 "tensors; policy.draft.enabled and speculative_config go together"
             )
-        shapes = {spec.name.removeprefix(DRAFT_PREFIX): spec.shape for spec in draft_specs}
-        with torch.no_grad():
-            shared = unshare(draft, target, shapes, shapes)
-            if shared and not self.vllm_config.model_config.enforce_eager:
-                raise RefreshError(
-                    f"the draft's {shared[0]} was the policy's own when CUDA graphs were captured, which keep reading it; "
-                    "set policy.generation.vllm_cfg.enforce_eager to true or start from a draft whose head differs"
-                )
-            # Names and shapes are all that is known before the first refit; zeros show whether they load whole.
-            zeros = [(name, torch.zeros(shape, dtype=_dtype(draft_specs, name))) for name, shape in shapes.items()]
-            verify_loading(draft, target, zeros)
-        self._draft_manifest = manifest
+        shared = shared_modules(draft, target, [spec.name.removeprefix(DRAFT_PREFIX) for spec in draft_specs])
+        if shared and not self.vllm_config.model_config.enforce_eager:
+            raise RefreshError(
+                f"the draft's {shared[0]} was the policy's own when CUDA graphs were captured, which keep reading it; "
+                "set policy.generation.vllm_cfg.enforce_eager to true or start from a draft whose head differs"
+            )
+        self._draft_manifest, self._draft_is_ready = manifest, False
         self._draft_refresh = WeightRefresh(
             _UpstreamLoader(target, super()._load_weights), draft, {spec.name: spec for spec in manifest}, version=0
         )
@@ -65,12 +60,31 @@ class DraftWorkerExtension(VllmInternalWorkerExtension):
         with torch.no_grad():
             self._draft_refresh.load(weights)
 
+    def _make_ready(self) -> None:
+        """Before the first refit, when the weights are awake: sees that the draft can take its part.
+
+        Raises RefreshError if the announced tensors are not the draft's.
+        """
+        if self._draft_is_ready:
+            return
+        target, draft = self.model_runner.get_model(), find_draft_model(self)
+        specs = [spec for spec in self._draft_manifest if spec.name.startswith(DRAFT_PREFIX)]
+        # Names and shapes are all that is known before the first refit; zeros show whether they load whole.
+        zeros = {spec.name.removeprefix(DRAFT_PREFIX): torch.zeros(spec.shape, dtype=spec.dtype) for spec in specs}
+        shapes = {name: tuple(tensor.shape) for name, tensor in zeros.items()}
+        unshare(draft, target, shapes, shapes)
+        verify_loading(draft, target, zeros.items())
+        self._draft_is_ready = True
+
     def _whole_refit(self, transport: Callable[[], bool]) -> bool:
         refresh = self._draft_refresh
         try:
+            with torch.no_grad():
+                self._make_ready()
             refresh.begin(self._draft_manifest)
             if not transport():
                 refresh.abort("the transport failed")
+                print(f"[draft] the refit broke off: {refresh.reason or 'nothing was written'}", flush=True)
                 return False
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # the transport's buckets were taken on streams of its own
@@ -97,7 +111,3 @@ class _UpstreamLoader:
 
     def __getattr__(self, name: str):
         return getattr(self._model, name)
-
-
-def _dtype(specs: Iterable[TensorSpec], name: str) -> torch.dtype:
-    return next(spec.dtype for spec in specs if spec.name == DRAFT_PREFIX + name)

@@ -1,16 +1,22 @@
 """The folder that trainer and vLLM both start from: fresh, given, or brought into vLLM's form."""
 
 import json
+import pickle
 
 import pytest
+import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from nemo_ext.config import ConfigError, DraftConfig
 from nemo_ext.drafts.block_config import BlockConfig
 from nemo_ext.drafts.block_init import init_block
+from nemo_ext.drafts.eagle3_config import Eagle3Config
+from nemo_ext.drafts.eagle3_init import init_eagle3
 from nemo_ext.nemo_rl import draft_folder
 from tests.fixtures_models import policy_config
 
+policy_hf_config = draft_folder.policy_hf_config  # the tests of folders put another in its place
 RUN = {"model_name": "policy", "max_total_sequence_length": 64}
 
 
@@ -80,3 +86,51 @@ def test_a_draft_in_another_form_is_brought_into_vllms(tmp_path, policy):
     assert folder == str(tmp_path / "run" / "draft_start")
     assert [served[key] for key in heads] == [8, True, True]
     assert load_file(tmp_path / "run" / "draft_start" / "model.safetensors").keys() == tensors.keys()
+
+
+def public_draft(folder, policy, **changes) -> dict[str, torch.Tensor]:
+    """An EAGLE-3 draft as many are published: one pickle of tensors, and a config that leaves the tapped layers out."""
+    taps = draft_folder.default_taps(policy["num_hidden_layers"])
+    shape = Eagle3Config.for_policy(policy, taps)
+    config = shape.to_hf() | {"eagle_config": {}} | changes
+    del config["eagle_aux_hidden_state_layer_ids"], config["num_aux_hidden_states"]
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = init_eagle3(shape, 3)
+    torch.save(tensors, folder / "pytorch_model.bin")
+    return tensors
+
+
+def test_a_public_pickled_draft_is_brought_into_vllms_form(tmp_path, policy):
+    tensors = public_draft(tmp_path / "given", policy)
+    draft = settings(model_name=str(tmp_path / "given"))
+    folder = draft_folder.starting_folder(draft, RUN, str(tmp_path / "run"))
+    assert folder == str(tmp_path / "run" / "draft_start")
+    found = load_file(tmp_path / "run" / "draft_start" / "model.safetensors")
+    assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in found)
+    _, shape = draft_folder.draft_of_folder(folder, draft.model_copy(update={"model_name": folder}), RUN)
+    assert list(shape.tap_layers) == draft_folder.default_taps(policy["num_hidden_layers"])
+    assert draft_folder.starting_folder(draft, RUN, str(tmp_path / "run")) == folder
+
+
+def test_a_public_draft_that_does_not_fit_leaves_nothing_behind(tmp_path, policy):
+    public_draft(tmp_path / "given", policy, vocab_size=63)
+    with pytest.raises(ConfigError, match=f"policy.draft.model_name is {tmp_path / 'given'}: vocab_size is 63"):
+        draft_folder.starting_folder(settings(model_name=str(tmp_path / "given")), RUN, str(tmp_path / "run"))
+    assert not (tmp_path / "run" / "draft_start").exists()
+
+
+def test_a_pickle_of_anything_but_tensors_is_refused(tmp_path, policy):
+    public_draft(tmp_path / "given", policy)
+    (tmp_path / "given" / "pytorch_model.bin").write_bytes(pickle.dumps(print))
+    with pytest.raises(
+        ConfigError, match="pytorch_model.bin is no pickle of plain tensors .* save the draft as model.safe"
+    ):
+        draft_folder.starting_folder(settings(model_name=str(tmp_path / "given")), RUN, str(tmp_path / "run"))
+    assert not (tmp_path / "run" / "draft_start").exists()
+
+
+def test_a_multimodal_policy_is_refused(tmp_path):
+    transformers.Qwen2_5_VLConfig().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"policy.model_name is .* a multimodal model \(qwen2_5_vl\)"):
+        policy_hf_config({"model_name": str(tmp_path)})

@@ -96,8 +96,10 @@ class Engine:
 def engine(tmp_path_factory):
     with plain_linear(), transports.on_cpu(BUCKET):
         made = Engine(tmp_path_factory.mktemp("served"))
-        info = info_of(made.new_weights(1))
-        made.call(lambda worker: worker.prepare_refit_info(info))
+        pairs = made.new_weights(1)
+        made.before_the_announcement = made.served([name for name, _ in pairs])
+        made.call(lambda worker: worker.prepare_refit_info(info_of(pairs)))
+        made.after_the_announcement = made.served([name for name, _ in pairs])
         yield made
         made.llm.llm_engine.engine_core.shutdown()
 
@@ -115,6 +117,12 @@ def test_the_hook_puts_the_extension_into_the_engine(engine):
     ]
 
 
+def test_the_announcement_of_refits_touches_no_weights(engine):
+    """A colocated engine sleeps meanwhile, and its weights have no memory."""
+    before, after = engine.before_the_announcement, engine.after_the_announcement
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
 @pytest.mark.parametrize(("transport", "seed"), [("ipc", 1), ("collective", 2)])
 def test_a_refit_replaces_policy_and_draft_bit_for_bit(engine, transport, seed):
     old_tokens, _ = engine.generate()
@@ -129,15 +137,17 @@ def test_a_refit_replaces_policy_and_draft_bit_for_bit(engine, transport, seed):
     assert accepted_length > 3.0  # of 5: the draft is the new policy's own bigram table
 
 
-def test_a_draft_of_another_shape_is_refused_before_the_first_refit(engine):
+def test_a_draft_of_another_shape_is_refused_before_anything_of_a_refit_is_taken(engine, capfd):
     pairs = dict(engine.new_weights(1))
     before = engine.served(list(pairs))
-    wrong = info_of(pairs.items()) | {"draft.fc.weight": (torch.Size([64, 64]), torch.float32)}
-    with pytest.raises((RefreshError, AssertionError, RuntimeError, ValueError)):
-        engine.call(lambda worker: worker.prepare_refit_info(wrong))
-    missing = info_of((name, tensor) for name, tensor in pairs.items() if name != "draft.norm.weight")
-    with pytest.raises(RefreshError, match="norm.weight"):
-        engine.call(lambda worker: worker.prepare_refit_info(missing))
+    wrong = [(n, torch.zeros(64, 64) if n == "draft.fc.weight" else tensor) for n, tensor in pairs.items()]
+    engine.call(lambda worker: worker.prepare_refit_info(info_of(wrong)))
+    with pytest.raises((AssertionError, RuntimeError, ValueError)):
+        refit(engine, "collective", wrong)
+    missing = [(name, tensor) for name, tensor in pairs.items() if name != "draft.norm.weight"]
+    engine.call(lambda worker: worker.prepare_refit_info(info_of(missing)))
+    assert not refit(engine, "collective", missing)
+    assert "norm.weight" in capfd.readouterr().out
     policy_alone = info_of((name, tensor) for name, tensor in pairs.items() if not name.startswith("draft."))
     with pytest.raises(RefreshError, match="refits bring 0 draft tensors"):
         engine.call(lambda worker: worker.prepare_refit_info(policy_alone))
@@ -152,5 +162,6 @@ def test_a_torn_refit_is_told_and_nothing_is_served_afterwards(engine, capfd):
     assert not refit(engine, "ipc", pairs[:-2])
     with pytest.raises(EngineUnusable, match="broke off"):
         engine.call(lambda worker: worker.weights_version())
+    assert "[draft] the refit broke off: a refresh broke off after weights of version" in capfd.readouterr().out
     assert not refit(engine, "collective", pairs)
     assert "build the engine anew" in capfd.readouterr().out

@@ -156,6 +156,23 @@ def test_the_policy_is_bitwise_the_same_in_a_pipeline_too(ranks, folders):
     assert (on.digest, on.grad_norms, on.losses) == (off.digest, off.grad_norms, off.losses)
 
 
+def test_a_distributed_optimizer_that_overlaps_trains_the_same_draft_beside_the_same_policy(ranks, folders):
+    """Two global batches a call: the second reads embeddings that are still being gathered."""
+    policy, draft = folders
+
+    def run(world, settings_of_draft, **options):
+        options |= {"gbs": 2, "steps": 2}
+        return ranks(world).run(
+            worker_ranks.train, policy, settings_of_draft, {}, settings(PACKED), options, timeout=240
+        )
+
+    alone = run(1, draft_of(draft))[0]
+    on = run(2, draft_of(draft), dp=2, distributed=True)
+    assert_same_training(on, alone, 1, WEIGHTS)
+    off = run(2, {"enabled": False}, dp=2, distributed=True, kind="upstream")
+    assert (on[0].digest, on[0].grad_norms, on[0].losses) == (off[0].digest, off[0].grad_norms, off[0].losses)
+
+
 def test_every_global_batch_of_a_call_is_a_step_of_the_draft(ranks, folders):
     policy, draft = folders
     seen = ranks(1).run(

@@ -42,7 +42,16 @@ class UpstreamAttention(PackedCoreAttention):
         return causal_attention(query, key, value, layout=layout, group=self.cp_group, scale=self.scale).flatten(1)
 
 
-def build(hf_config: dict, tensors: dict, groups, *, sequence_parallel: bool, recompute: bool, lr: float):
+def build(
+    hf_config: dict,
+    tensors: dict,
+    groups,
+    *,
+    sequence_parallel: bool,
+    recompute: bool,
+    lr: float,
+    distributed: bool = False,
+):
     """(DDP-wrapped model, optimizer, schedule), with `finalize_model_grads_func` set as Megatron-Bridge sets it."""
     config = local_policy.policy_config(hf_config, groups, sequence_parallel=sequence_parallel, recompute=recompute)
     config.variable_seq_lengths = False  # upstream gives all stages one length
@@ -51,11 +60,23 @@ def build(hf_config: dict, tensors: dict, groups, *, sequence_parallel: bool, re
     load_policy([gpt], hf_config, tensors, groups)
     model = DistributedDataParallel(
         config=config,
-        ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False),
+        ddp_config=DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=distributed,
+            overlap_grad_reduce=distributed,
+            overlap_param_gather=distributed,
+            bucket_size=20_000 if distributed else None,  # several buckets
+        ),
         module=gpt,
     )
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(optimizer="adam", lr=lr, clip_grad=1.0, use_distributed_optimizer=False),
+        OptimizerConfig(
+            optimizer="adam",
+            lr=lr,
+            clip_grad=1.0,
+            use_distributed_optimizer=distributed,
+            overlap_param_gather=distributed,
+        ),
         [model],
         use_gloo_process_groups=False,
     )

@@ -6,6 +6,7 @@ is upstream's own.
 
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,9 +16,11 @@ from tests.upstream import fake_cuda  # noqa: F401  (before upstream)
 # isort: split
 import nemo_rl
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
 from nemo_rl.algorithms.logits_sampling_utils import TrainingSamplingParams
 from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossConfig, ClippedPGLossFn
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.models.policy.workers import megatron_policy_worker as upstream_worker
 from nemo_rl.models.policy.workers.megatron_policy_worker import MegatronPolicyWorkerImpl
 from nemo_rl.utils.config import load_config, register_omegaconf_resolvers
 from nemo_rl.utils.timer import Timer
@@ -72,9 +75,18 @@ class TinyWorker:
         dp: data-parallel size.
         kind: `draft` for this package's subclass, `upstream` for upstream's own.
         checkpoint: (weights path, optimizer path) to resume the draft from.
+        distributed: a distributed optimizer that overlaps its communication, as NeMo-RL's recipes have it.
     """
 
-    def __init__(self, policy: dict, *, dp: int = 1, kind: str = "draft", checkpoint: tuple = (None, None)):
+    def __init__(
+        self,
+        policy: dict,
+        *,
+        dp: int = 1,
+        kind: str = "draft",
+        checkpoint: tuple = (None, None),
+        distributed: bool = False,
+    ):
         megatron = policy["megatron_cfg"]
         init_parallel(
             ParallelSizes(
@@ -96,6 +108,7 @@ class TinyWorker:
             sequence_parallel=megatron["sequence_parallel"],
             recompute=megatron["activation_checkpointing"],
             lr=1e-3,
+            distributed=distributed,
         )
         worker.__dict__.update(
             cfg=without_draft(policy) if kind == "draft" else policy,
@@ -105,10 +118,12 @@ class TinyWorker:
             megatron_bridge=tiny_policy.LocalBridge(self.hf_config, self.groups),
             megatron_cfg=SimpleNamespace(
                 optimizer=SimpleNamespace(reuse_grad_buf_for_mxfp8_param_ag=False),
-                ddp=SimpleNamespace(overlap_param_gather=False),
+                ddp=SimpleNamespace(overlap_param_gather=distributed),
             ),
             mcore_state=SimpleNamespace(
-                straggler_timer=None, cfg=SimpleNamespace(checkpoint=SimpleNamespace(save=None, async_save=False))
+                straggler_timer=None,
+                cfg=SimpleNamespace(checkpoint=SimpleNamespace(save=None, async_save=False)),
+                train_state=SimpleNamespace(floating_point_operations_so_far=0),
             ),
             checkpointing_context={},
             sampling_params=TrainingSamplingParams(
@@ -125,13 +140,17 @@ class TinyWorker:
             delegate_mtp_loss_mask_to_model=False,
             model_slices_context_parallel_inputs=False,
             media_placeholder_token_id=None,
-            should_disable_forward_pre_hook=False,
+            should_disable_forward_pre_hook=distributed,
             optimizer_cpu_offload=False,
             _first_train_step_forward_pre_hook_disabled=False,
+            _first_train_step_param_sync_func=None,
             _router_replay_enabled=False,
             timer=Timer(),
         )
         self.worker, self._policy, self._dp = worker, policy, dp
+        self.finalize = get_model_config(model).finalize_model_grads_func
+        if distributed:
+            worker._disable_forward_pre_hook_until_next_train_step()
         if kind == "draft":
             worker._add_draft(policy, *checkpoint, train=True)
 
@@ -179,6 +198,22 @@ class TinyWorker:
         with torch.no_grad():
             stream = self.worker._iter_params_with_optional_kv_scales()
             return {name: t.clone() for name, t in stream if name.startswith("draft.")}
+
+    def save_checkpoint(self, weights_path: str) -> None:
+        """The worker's own; where Megatron-Bridge would write the policy, its configuration is looked at."""
+        seen = []
+
+        def write(state, model, **kwargs):
+            seen.append(get_model_config(model[0]).finalize_model_grads_func)
+
+        with mock.patch.multiple(upstream_worker, save_checkpoint=write, maybe_finalize_async_save=mock.DEFAULT):
+            self.worker.save_checkpoint(weights_path, optimizer_path=weights_path)
+        assert seen[0] is self.finalize, "upstream writes functions into checkpoints; they must be its own"
+
+    def draft_bytes(self) -> int:
+        """Memory of the draft's parameters on this rank's device."""
+        draft = self.worker._draft.draft
+        return 0 if draft is None else sum(p.untyped_storage().nbytes() for p in draft.parameters())
 
     def close(self) -> None:
         if getattr(self.worker, "_draft", None) is not None:

@@ -4,13 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from tests.upstream.folders import VOCAB
 from tests.upstream.worker import TinyWorker, grpo_batch, policy_settings
-
-# isort: split
-from nemo_ext.nemo_rl.draft_state import save_draft
 
 LENGTHS = [20, 13, 32, 7]
 WIDTH = 32
@@ -33,10 +29,12 @@ def batches(steps: int) -> list[dict]:
 
 
 def train(rank, world_size, policy_folder, draft, sizes, policy, options: dict) -> Seen:
-    """`steps` calls of the worker's train; `options` may have dp, kind, steps, gbs, and `same`: one batch in all steps."""
-    dp, kind, steps, gbs, same = ({"dp": 1, "kind": "draft", "steps": 2, "gbs": 4, "same": False} | options).values()
+    """`steps` calls of the worker's train; `options` may have dp, kind, distributed, steps, gbs, and `same`: one batch in
+    all steps."""
+    usual = {"dp": 1, "kind": "draft", "distributed": False, "steps": 2, "gbs": 4, "same": False}
+    dp, kind, distributed, steps, gbs, same = (usual | options).values()
     settings = policy_settings(policy_folder, draft, sizes=sizes, **policy)
-    tiny = TinyWorker(settings, dp=dp, kind=kind)
+    tiny = TinyWorker(settings, dp=dp, kind=kind, distributed=distributed)
     try:
         results = [tiny.train(batch, gbs=gbs) for batch in (batches(1) * steps if same else batches(steps))]
         return Seen(
@@ -62,15 +60,16 @@ def resume(rank, world_size, policy_folder, draft, sizes, policy, root: str) -> 
         tiny.train(first)
         tiny.train(second)
         tiny.save_policy(Path(root) / "policy")
-        save_draft(tiny.worker._draft, tiny.groups, checkpoint, optimizer=True)
-        dist.barrier()
+        tiny.save_checkpoint(checkpoint)
         saved = tiny.draft_weights()
         # As NeMo-RL does around every rollout.
         for params in (True, False):
             tiny.worker.move_model(tiny.worker.model, "cpu", move_params=params, move_grads=not params)
         tiny.worker.move_optimizer("cpu")
+        parked = tiny.draft_bytes()
         tiny.worker.move_model(tiny.worker.model, "cuda")
         tiny.worker.move_optimizer("cuda")
+        assert parked == 0 and (tiny.draft_bytes() > 0) == (tiny.worker._draft.draft is not None)
         tiny.train(last)
         whole = tiny.draft_weights()
     finally:
