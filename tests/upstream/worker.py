@@ -123,7 +123,7 @@ class TinyWorker:
             mcore_state=SimpleNamespace(
                 straggler_timer=None,
                 cfg=SimpleNamespace(checkpoint=SimpleNamespace(save=None, async_save=False)),
-                train_state=SimpleNamespace(floating_point_operations_so_far=0),
+                train_state=mock.Mock(),
             ),
             checkpointing_context={},
             sampling_params=TrainingSamplingParams(
@@ -150,7 +150,7 @@ class TinyWorker:
         self.worker, self._policy, self._dp = worker, policy, dp
         self.finalize = get_model_config(model).finalize_model_grads_func
         if distributed:
-            worker._disable_forward_pre_hook_until_next_train_step()
+            MegatronPolicyWorkerImpl._disable_forward_pre_hook_until_next_train_step(worker)  # as its __init__ ends
         if kind == "draft":
             worker._add_draft(policy, *checkpoint, train=True)
 
