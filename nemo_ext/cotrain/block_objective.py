@@ -170,7 +170,7 @@ class BlockObjective:
         target_ids_U = self.draft.target_ids_U if cfg.reduced_vocab else None
         logz_E, labels_BS = None, None
         if cfg.reduced_vocab:
-            logz_T = vocab_parallel_logsumexp(target.logits_TV / self.temperature, self.tp_group)
+            logz_T = vocab_parallel_logsumexp(target.logits_TV, self.tp_group, temperature=self.temperature)
             logz_E = halo.exchange(logz_T, self.cp_group)
         if self.terms.hard_labels:
             labels_BS = tokens_R[blocks.label_rows_BS]

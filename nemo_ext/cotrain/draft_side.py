@@ -42,8 +42,9 @@ class DraftSide(Protocol):
 
     shape: Shape
 
-    def max_embed_rows(self, rows: int, pack_rows: int) -> int:
-        """Bound of the rows that `embed_ids` asks for, of microbatches up to these rows of this rank and of the pack."""
+    def max_embed_rows(self, rows: int, pack_rows: int, sequences: int) -> int:
+        """Bound of the rows that `embed_ids` asks for, of microbatches up to these rows of this rank and of the pack, and
+        of so many sequences."""
 
     def embed_ids(self, pack: Pack, step: int) -> torch.Tensor:
         """Long `[E]`: tokens whose input embeddings the loss reads."""
@@ -77,9 +78,9 @@ class Eagle3Side:
         self._settings, self.shape = settings, shape
         self._depth = Eagle3Objective.halo_depth(settings.ttt_steps)
 
-    def max_embed_rows(self, rows, pack_rows):
-        # Of a pack of many short sequences every row is wanted.
-        return pack_rows
+    def max_embed_rows(self, rows, pack_rows, sequences):
+        # A rank has two chunks of each sequence, and a halo after each.
+        return min(pack_rows, rows + 2 * self._depth * sequences)
 
     def embed_ids(self, pack, step):
         return pack.tokens_R[pack.layout.halo(self._depth).rows]
@@ -123,7 +124,7 @@ class BlockSide:
         self._settings, self.shape = settings, shape
         self._plan = BlockPlan(shape, settings.anchors_per_seq, seed=seed)
 
-    def max_embed_rows(self, rows, pack_rows):
+    def max_embed_rows(self, rows, pack_rows, sequences):
         return rows + 1
 
     def _of(self, pack: Pack, step: int):

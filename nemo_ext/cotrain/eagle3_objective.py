@@ -148,7 +148,7 @@ class Eagle3Objective:
         reduced = self.draft.cfg.reduced_vocab
         if reduced:
             logz_E = halo.exchange(
-                vocab_parallel_logsumexp(target.logits_TV / self.temperature, self.tp_group), self.cp_group
+                vocab_parallel_logsumexp(target.logits_TV, self.tp_group, temperature=self.temperature), self.cp_group
             )
         if reduced and self.mask_out_of_draft_vocab:
             top_T = vocab_parallel_argmax(target.logits_TV, self.tp_group)
@@ -175,7 +175,7 @@ class Eagle3Objective:
         )
         acceptance_TP = rows.acceptance_N.view_as(supervised_TP)
         return DraftLoss(
-            loss=rows.loss + 0.0 * hidden_TPH.sum(),
+            loss=rows.loss,
             cross_entropy_P=rows.cross_entropy_N.view_as(supervised_TP).sum(0),
             acceptance_P=acceptance_TP.sum(0),
             greedy_acceptance_P=rows.greedy_acceptance_N.view_as(supervised_TP).sum(0),

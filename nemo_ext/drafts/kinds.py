@@ -5,6 +5,7 @@ Settings are checked with it before anything starts, so torch is loaded only for
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -143,6 +144,32 @@ class BlockKind:
 def kind_of(draft: DraftConfig) -> DraftKind:
     """The family of `policy.draft.speculator_type`."""
     return Eagle3Kind() if draft.speculator_type == "eagle3" else BlockKind(draft.speculator_type)
+
+
+def cut_counts(shape: Shape) -> dict[str, int]:
+    """What tensor parallelism cuts of a draft, and must come out even, by name."""
+    return {
+        "the draft's num_attention_heads": shape.num_heads,
+        "the draft's num_key_value_heads": shape.num_kv_heads,
+        "the draft's intermediate_size": shape.intermediate_size,
+        "policy.draft.draft_vocab_size": shape.draft_vocab_size,
+    }
+
+
+def uneven_line(size: int, counts: Mapping[str, int]) -> Iterator[str]:
+    """A line if the tensor-parallel size does not divide all of these."""
+    uneven = [f"{name} ({count})" for name, count in counts.items() if count % size]
+    if uneven:
+        yield (
+            f"policy.megatron_cfg.tensor_model_parallel_size is {size}, which does not divide {', '.join(uneven)}; "
+            f"{sizes_that_divide(*counts.values())}"
+        )
+
+
+def sizes_that_divide(*counts: int) -> str:
+    """The remedy for a size that does not divide all of these."""
+    common = math.gcd(*counts)
+    return f"these do: {', '.join(str(size) for size in range(1, common + 1) if common % size == 0)}"
 
 
 def _taps(draft: DraftConfig, policy: dict) -> list[int]:

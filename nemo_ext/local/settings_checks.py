@@ -1,14 +1,13 @@
 """Holds a run's settings, files and tasks against each other, whole, before any process starts."""
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nemo_ext.config import ConfigError, show, validated
 from nemo_ext.drafts.eagle3_folder import CONFIG, PICKLES, WEIGHTS, rope_type
-from nemo_ext.drafts.kinds import Shape, kind_of
+from nemo_ext.drafts.kinds import Shape, cut_counts, kind_of, sizes_that_divide, uneven_line
 from nemo_ext.local.serving_checks import serving_lines, serving_notes
 from nemo_ext.local.settings import RunConfig
 from nemo_ext.local.task_checks import task_lines
@@ -213,34 +212,15 @@ def _shapes(config: RunConfig, policy: dict, draft: Shape) -> Iterator[str]:
 
 
 def _shards(config: RunConfig, policy: dict, draft: Shape) -> Iterator[str]:
-    """Everything that tensor parallelism cuts must come out even."""
-    size = config.policy.megatron_cfg.tensor_model_parallel_size
-    cut = {
-        f"the policy's {name}": policy[name]
-        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
-    }
-    cut |= {
-        "the draft's num_attention_heads": draft.num_heads,
-        "the draft's num_key_value_heads": draft.num_kv_heads,
-        "the draft's intermediate_size": draft.intermediate_size,
-        "policy.draft.draft_vocab_size": draft.draft_vocab_size,
-    }
+    """Everything that tensor and pipeline parallelism cut must come out even."""
     megatron = config.policy.megatron_cfg
     chunks = megatron.pipeline_model_parallel_size * (megatron.virtual_pipeline_model_parallel_size or 1)
     layers = policy["num_hidden_layers"]
     if layers % chunks:
         yield (
             f"policy.megatron_cfg.pipeline_model_parallel_size * virtual_pipeline_model_parallel_size is {chunks}, which does "
-            f"not divide the policy's num_hidden_layers ({layers}); {_sizes_that_divide(layers)}"
+            f"not divide the policy's num_hidden_layers ({layers}); {sizes_that_divide(layers)}"
         )
-    uneven = [f"{name} ({value})" for name, value in cut.items() if value % size]
-    if uneven:
-        yield (
-            f"policy.megatron_cfg.tensor_model_parallel_size is {size}, which does not divide {', '.join(uneven)}; "
-            f"{_sizes_that_divide(*cut.values())}"
-        )
-
-
-def _sizes_that_divide(*counts: int) -> str:
-    common = math.gcd(*counts)
-    return f"these do: {', '.join(str(size) for size in range(1, common + 1) if common % size == 0)}"
+    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+    cut = {f"the policy's {name}": policy[name] for name in names} | cut_counts(draft)
+    yield from uneven_line(megatron.tensor_model_parallel_size, cut)

@@ -132,7 +132,7 @@ class PolicyWorker:
             width=side.shape.hidden_size,
             dtype=dtype,
             max_rows=rows // (groups.tp.size() if policy.megatron_cfg.sequence_parallel else 1),
-            max_embedding_rows=side.max_embed_rows(rows, pack_rows),
+            max_embedding_rows=side.max_embed_rows(rows, pack_rows, pack_rows // unit),
             transport=policy.draft.tap_transport,
         )
 

@@ -12,16 +12,25 @@ Reduce = Callable[..., torch.Tensor]
 
 
 @torch.no_grad()
-def vocab_parallel_logsumexp(logits_TV: torch.Tensor, tp_group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Log-sum-exp over the whole vocabulary, `[T]`, in at least float32."""
-    logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
-    top_T = logits_TV.amax(-1)
-    if _parallel(tp_group):
-        dist.all_reduce(top_T, op=dist.ReduceOp.MAX, group=tp_group)
-    sum_T = (logits_TV - top_T[:, None]).exp_().sum(-1)
-    if _parallel(tp_group):
-        dist.all_reduce(sum_T, group=tp_group)
-    return top_T + sum_T.log()
+def vocab_parallel_logsumexp(
+    logits_TV: torch.Tensor,
+    tp_group: dist.ProcessGroup | None,
+    *,
+    temperature: float = 1.0,
+    chunk_rows: int = 1024,
+) -> torch.Tensor:
+    """Log-sum-exp of `logits / temperature` over the whole vocabulary, `[T]`, in at least float32.
+
+    `chunk_rows`: rows of which a copy exists at once.
+    """
+    acc, reduce_ = torch.promote_types(logits_TV.dtype, torch.float32), reducer(tp_group)
+    # A chunk's own log-sum-exp first, so that ranks exchange two numbers a row once.
+    own_T = logits_TV.new_empty(len(logits_TV), dtype=acc)
+    for rows in range(0, len(logits_TV), chunk_rows):
+        part = slice(rows, rows + chunk_rows)
+        own_T[part] = logits_TV[part].to(acc).div(temperature).logsumexp(-1)
+    top_T = reduce_(own_T.clone(), dist.ReduceOp.MAX)
+    return top_T + reduce_((own_T - top_T).exp()).log()
 
 
 @torch.no_grad()

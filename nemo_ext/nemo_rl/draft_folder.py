@@ -14,9 +14,11 @@ from nemo_ext.config import ConfigError, DraftConfig, default_taps, show
 from nemo_ext.drafts.block_formats import vllm_form
 from nemo_ext.drafts.block_import import import_block_draft
 from nemo_ext.drafts.eagle3_folder import CONFIG, WEIGHTS
-from nemo_ext.drafts.kinds import Shape, kind_of
+from nemo_ext.drafts.kinds import Shape, cut_counts, kind_of, uneven_line
+from nemo_ext.nemo_rl.support import at
 
 START = "draft_start"
+_PLAIN_LOGITS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
 _PICKLE = "pytorch_model.bin"
 _TAP_IDS = "eagle_aux_hidden_state_layer_ids"
 
@@ -45,7 +47,10 @@ def starting_folder(draft: DraftConfig, policy: Mapping[str, Any], checkpoint_di
         if draft.speculator_type == "eagle3":
             folder = _whole_eagle3(folder, draft, config, own)
     try:
-        kind_of(draft).folder_shape(folder, draft, config, longest)
+        shape = kind_of(draft).folder_shape(folder, draft, config, longest)
+        tp = at(policy, "megatron_cfg.tensor_model_parallel_size") or 1
+        if lines := list(uneven_line(tp, cut_counts(shape))):
+            raise ConfigError(*lines)
     except ConfigError as error:
         if folder != own or was_there:
             raise
@@ -101,7 +106,7 @@ def draft_of_folder(folder: str | Path, draft: DraftConfig, policy: Mapping[str,
 
 def policy_hf_config(policy: Mapping[str, Any]) -> dict:
     """The policy's Hugging Face config as a dict, with `policy.hf_config_overrides`. Raises ConfigError if it is not of a
-    text model."""
+    text model with plain logits."""
     from transformers import AutoConfig
 
     overrides = policy.get("hf_config_overrides") or {}
@@ -111,7 +116,16 @@ def policy_hf_config(policy: Mapping[str, Any]) -> dict:
             f"policy.model_name is {policy['model_name']}, a multimodal model ({config.model_type}) that lays out its rows by "
             "itself; drafts train beside text models only"
         )
-    return config.to_dict()
+    found = config.to_dict()
+    lines = [
+        f"policy.model_name is {policy['model_name']}, whose config has {key} {show(found[key])}; a draft's teacher is the "
+        f"plain output layer, so train drafts beside models with {show(plain)} only"
+        for key, plain in _PLAIN_LOGITS.items()
+        if found.get(key) not in (None, plain)
+    ]
+    if lines:
+        raise ConfigError(*lines)
+    return found
 
 
 def _fresh_shape(draft: DraftConfig, policy: dict) -> Shape:

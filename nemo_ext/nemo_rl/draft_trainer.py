@@ -47,6 +47,7 @@ class DraftTrainer:
         temperature: of the rollouts.
         recompute: run the draft's passes again in the backward instead of keeping them.
         max_pack_rows: rows of the largest microbatch over all context-parallel ranks.
+        max_sequences: of the microbatch with the most sequences.
         device: of the policy.
         train: False makes a draft that is only exported.
     """
@@ -62,6 +63,7 @@ class DraftTrainer:
         temperature: float,
         recompute: bool,
         max_pack_rows: int,
+        max_sequences: int,
         device: torch.device,
         train: bool = True,
     ):
@@ -89,13 +91,10 @@ class DraftTrainer:
             width=shape.hidden_size,
             dtype=self._config.params_dtype,
             max_rows=rows // self._scattered,
-            max_embedding_rows=self._side.max_embed_rows(rows, max_pack_rows),
+            max_embedding_rows=self._side.max_embed_rows(rows, max_pack_rows, max_sequences),
             transport=settings.tap_transport,
             device=device,
         )
-        if device.type == "cuda" and "p2p" in self._channel.transports.values():
-            # Taps are received ahead; waiting for the whole device after each exchange of the pipeline would wait for them.
-            self._config.batch_p2p_sync = False
         self._gpt.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         self._gpt.register_forward_hook(self._after_forward, with_kwargs=True)
 

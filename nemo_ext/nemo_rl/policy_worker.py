@@ -74,6 +74,7 @@ class DraftPolicyWorkerImpl(MegatronPolicyWorkerImpl):
             temperature=self.sampling_params.temperature if self.sampling_params is not None else 1.0,
             recompute=bool(config["megatron_cfg"]["activation_checkpointing"]),
             max_pack_rows=max_pack_rows(config),
+            max_sequences=max_pack_rows(config) // config["make_sequence_length_divisible_by"],
             device=self._device,
             train=train,
         )

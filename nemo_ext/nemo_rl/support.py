@@ -35,6 +35,7 @@ SUPPORTED = (
 REFUSED = (
     ("recipes other than GRPO, single controller", "`examples/run_*.py`", "drafts train in `grpo.setup` only"),
     ("multimodal policies", "`policy.model_name`", "they lay out their rows by themselves"),
+    ("policies that cap or scale their logits", "`policy.model_name`", "the draft's teacher is the plain output layer"),
     (
         "context parallelism without packing",
         "`policy.sequence_packing.enabled: false`",

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 
@@ -95,8 +96,9 @@ class RefreshWorkerExtension:
         return correct_sampler(rejection_sampler)
 
     def seed_sampling(self, seed: int) -> None:
-        """Seeds the generator from which the worker draws proposals, acceptances and tokens."""
+        """Seeds the generators from which the worker draws proposals, acceptances and tokens."""
         torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)  # vLLM's newer runner draws seeds of requests from it
 
     def read_weights(self, names: list[str]) -> dict[str, torch.Tensor]:
         """Copies of served tensors by name (see readback.read_weight)."""

@@ -30,8 +30,9 @@ from nemo_ext.taps.plan import Message, Rows, Stream, TapPlan, agree, make_plan
 from nemo_ext.taps.trace import Trace
 from nemo_ext.taps.transport import wait_until
 
-# Both waits are for things that the pipeline's own traffic has overtaken already, so no step is too slow for this.
-TIMEOUT_S = 20.0
+# Both waits are mostly for things that the pipeline's own traffic has overtaken already; where the host runs ahead of its
+# GPU they last as long as the pipeline takes to fill, first-step compilations included. A stage that died is told at once.
+TIMEOUT_S = 120.0
 # A silent source starves the others of credit too, by way of the last stage, which alone knows the culprit: it is to
 # give up first.
 _CREDIT_PATIENCE = 1.4

@@ -100,20 +100,21 @@ class _Worker:
     """A thread that does NIXL's calls in order, each after the CUDA work that was queued before it was handed over.
 
     Args:
+        device: of the tensors.
         poll: called every now and then while it returns true.
     """
 
-    def __init__(self, poll: Callable[[], bool] = lambda: False):
-        self._poll = poll
+    def __init__(self, device: torch.device, poll: Callable[[], bool] = lambda: False):
+        self._device, self._poll = device, poll
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="nemo-ext-taps-nixl", daemon=True)
         self._thread.start()
 
-    def submit(self, call: Callable[[], None], on_cuda: bool) -> None:
+    def submit(self, call: Callable[[], None]) -> None:
         before = None
-        if on_cuda:
-            before = torch.cuda.Event()
+        if self._device.type == "cuda":
+            before = torch.cuda.Event(blocking=True)  # the thread sleeps for it
             before.record()
         self._queue.put((before, call))
 
@@ -125,6 +126,8 @@ class _Worker:
     def _run(self) -> None:
         polling = ended = False
         try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # a thread has a device, and UCX a context, of its own
             while polling or not ended:
                 try:
                     item = self._queue.get(timeout=2e-4 if polling else None)
@@ -152,7 +155,7 @@ class NixlInlet(Inlet):
 
     def __init__(self, streams: Sequence[Stream], plan: TapPlan, device: torch.device):
         self._end = _End(streams, plan, device)
-        self._worker = _Worker()
+        self._worker = _Worker(self._end.buffer.device)
         self._headers: dict[tuple[int, int], list[int]] = {}  # by stream and sequence number
         self.offer = self._end.card
 
@@ -177,7 +180,7 @@ class NixlInlet(Inlet):
         del self._headers[message.stream.index, message.sequence]
         credit = _CREDIT.pack(message.stream.index, message.sequence)
         # Kernels that read the slot may still be queued.
-        self._worker.submit(lambda: self._end.agent.send_notif(self._end.peer, credit), self._end.buffer.is_cuda)
+        self._worker.submit(lambda: self._end.agent.send_notif(self._end.peer, credit))
 
     def close(self) -> None:
         self._worker.stop()
@@ -195,7 +198,7 @@ class NixlOutlet(Outlet):
         self._freed = {stream.index: 0 for stream in streams}
         self._sent = {stream.index: 0 for stream in streams}
         self._under_way: list = []
-        self._worker = _Worker(poll=self._progress)
+        self._worker = _Worker(self._end.buffer.device, poll=self._progress)
 
     def has_room(self, message: Message) -> bool:
         self._worker.check()
@@ -217,7 +220,7 @@ class NixlOutlet(Outlet):
     def send(self, message: Message, rows_TH: torch.Tensor) -> None:
         self._end.rings.rows_of(self._end.buffer, message).copy_(rows_TH)
         self._sent[message.stream.index] = message.sequence + 1
-        self._worker.submit(lambda: self._write(message), self._end.buffer.is_cuda)
+        self._worker.submit(lambda: self._write(message))
 
     def _write(self, message: Message) -> None:
         end, offset, size = self._end, self._end.rings.offset(message), self._end.rings.size(message)

@@ -75,7 +75,7 @@ class SlotRings:
 
     def fill(self, buffer: torch.Tensor, message: Message, rows: torch.Tensor) -> None:
         """Writes rows, then the header, into the message's slot."""
-        self.rows_of(buffer, message).copy_(rows)
+        self.rows_of(buffer, message).copy_(rows, non_blocking=True)
         self.header_of(buffer, message).copy_(torch.tensor(header(message)))
 
     def check(self, buffer: torch.Tensor, message: Message) -> None:

@@ -101,7 +101,7 @@ def kernel(request, monkeypatch):
     monkeypatch.setattr(cuda, "_aten_forward", emulate_forward)
     monkeypatch.setattr(cuda, "_aten_backward", emulate_backward)
     # So small that every way of cutting a call is taken.
-    for module, name, rows in ((plain, "TILE", 25), (cpu, "TILE", 40), (cpu, "BAND", 8)):
+    for module, name, rows in ((plain, "TILE", 25), (cpu, "TILE", 40), (cpu, "BAND", 8), (cuda, "RECTANGLES", 2)):
         monkeypatch.setattr(module, name, rows)
     return {"cpu": cpu, "cuda": cuda, "plain": plain}[request.param]
 
@@ -174,3 +174,14 @@ def test_cuda_refuses_another_lse_layout(monkeypatch):
     x = torch.zeros(4, 1, 8)
     with pytest.raises(RuntimeError, match=r"returned an lse of shape \(1, 1, 4\), not heads x rows \(1, 4\)"):
         next(cuda.forward(x, x, x, Spans((0,), (4,), (0,), (4,), high=0), 1.0))
+
+
+def test_a_cuda_call_copies_no_more_keys_than_there_are():
+    """Windows of neighbouring blocks share most of their keys."""
+    blocks, window = 400, 64
+    spans = Spans(range(0, 4 * blocks, 4), [4] * blocks, range(blocks), [window] * blocks)
+    calls = list(cuda._calls(spans, torch.zeros(blocks + window, 1, 8)))
+    assert sum(len(call.k_starts) - 1 for call in calls) == blocks
+    assert max(int(call.k_starts[-1]) for call in calls) <= blocks + window
+    many = Spans(range(3000), [1] * 3000, range(3000), [1] * 3000)
+    assert [len(call.k_starts) - 1 for call in cuda._calls(many, torch.zeros(3000, 1, 8))] == [1024, 1024, 952]

@@ -134,3 +134,20 @@ def test_a_multimodal_policy_is_refused(tmp_path):
     transformers.Qwen2_5_VLConfig().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"policy.model_name is .* a multimodal model \(qwen2_5_vl\)"):
         policy_hf_config({"model_name": str(tmp_path)})
+
+
+def test_a_policy_that_caps_its_logits_is_refused(tmp_path):
+    transformers.Gemma2Config().save_pretrained(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"whose config has final_logit_softcapping 30.0; a draft's teacher is the plain"
+    ):
+        policy_hf_config({"model_name": str(tmp_path)})
+
+
+def test_a_draft_that_tensor_parallelism_cannot_cut_is_refused(tmp_path):
+    run = RUN | {"megatron_cfg": {"tensor_model_parallel_size": 3}}
+    with pytest.raises(
+        ConfigError, match="tensor_model_parallel_size is 3, which does not divide the draft's num_atten"
+    ):
+        draft_folder.starting_folder(settings(), run, str(tmp_path))
+    assert not (tmp_path / "draft_start").exists()

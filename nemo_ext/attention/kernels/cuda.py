@@ -13,6 +13,8 @@ import torch
 
 from nemo_ext.attention.spans import Spans
 
+RECTANGLES = 1024  # of one call: the kernels' backward takes scratch for 128 rows of each
+
 
 class _Call(NamedTuple):
     """What a varlen kernel is told about one call."""
@@ -32,7 +34,7 @@ def forward(q_TND, k_SMD, v_SMD, spans: Spans, scale):
     """See `kernels.Kernel.forward`."""
     _check(q_TND)
     run = _flash_attn_forward if importlib.util.find_spec("flash_attn") else _aten_forward
-    for call in _calls(spans, q_TND.device):
+    for call in _calls(spans, k_SMD):
         q_RND, k_RMD, v_RMD = q_TND[call.q_rows], k_SMD[call.k_rows], v_SMD[call.k_rows]
         out_RND, lse_NR = run(q_RND, k_RMD, v_RMD, call, scale)
         if lse_NR.shape != (q_RND.shape[1], q_RND.shape[0]):
@@ -47,7 +49,7 @@ def backward(dout_TND, q_TND, k_SMD, v_SMD, out_TND, lse_TN, spans: Spans, scale
     """See `kernels.Kernel.backward`."""
     _check(q_TND)
     run = _flash_attn_backward if importlib.util.find_spec("flash_attn") else _aten_backward
-    for call in _calls(spans, q_TND.device):
+    for call in _calls(spans, k_SMD):
         # The kernels want the last dimension contiguous, and the gradient of `out` may be an expanded scalar.
         dout_RND, q_RND, out_RND = dout_TND[call.q_rows].contiguous(), q_TND[call.q_rows], out_TND[call.q_rows]
         k_RMD, v_RMD = k_SMD[call.k_rows], v_SMD[call.k_rows]
@@ -56,10 +58,12 @@ def backward(dout_TND, q_TND, k_SMD, v_SMD, out_TND, lse_TN, spans: Spans, scale
         yield call.q_rows, dq_RND, call.k_rows, dk_RMD, dv_RMD
 
 
-def _calls(spans: Spans, device: torch.device):
-    """Rectangles that share a window, counted from their bottom right corner, share a call."""
+def _calls(spans: Spans, k_SMD: torch.Tensor):
+    """Rectangles that share a window, counted from their bottom right corner, share a call: at most `RECTANGLES`, and with
+    copies of no more key rows than there are, unless one alone has more."""
     if spans.causal or spans.full:
-        yield _call(spans, device, spans.causal, None, None)
+        for part in _parts(zip(*spans[:4], strict=True), len(k_SMD)):
+            yield _call(part, k_SMD.device, spans.causal, None, None)
         return
     corners: dict[int, list[tuple[int, int, int, int]]] = {}
     for rectangle in zip(*spans[:4], strict=True):
@@ -67,7 +71,19 @@ def _calls(spans: Spans, device: torch.device):
     for corner, rectangles in corners.items():
         left = None if spans.low is None else corner - spans.low
         right = None if spans.high is None else spans.high - corner
-        yield _call(Spans(*zip(*rectangles, strict=True)), device, False, left, right)
+        for part in _parts(rectangles, len(k_SMD)):
+            yield _call(part, k_SMD.device, False, left, right)
+
+
+def _parts(rectangles, key_rows: int):
+    part, rows = [], 0
+    for rectangle in rectangles:
+        if part and (len(part) == RECTANGLES or rows + rectangle[3] > key_rows):
+            yield Spans(*zip(*part, strict=True))
+            part, rows = [], 0
+        part.append(rectangle)
+        rows += rectangle[3]
+    yield Spans(*zip(*part, strict=True))
 
 
 def _call(spans: Spans, device, causal, left, right) -> _Call:
