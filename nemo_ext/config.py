@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -27,6 +28,9 @@ READ_BY: dict[str, tuple[str, ...]] = {
     "tv_loss_alpha": ("dspark",),
     "confidence_head_alpha": ("dspark",),
 }
+
+
+MAX_LAYERS = 128  # of a draft
 
 
 class ConfigError(ValueError):
@@ -114,6 +118,8 @@ def _lines(model: type[BaseModel], error: dict[str, Any], path: str) -> list[str
     if kind in _BOUNDS:
         key, sign = _BOUNDS[kind]
         return [f"{name} is {show(value)}; it must be {sign} {error['ctx'][key]:g}"]
+    if kind == "string_too_short":
+        return [f"{name} is empty; give a text"]
     if kind == "too_short":
         return [f"{name} is {show(value)}; it must have at least {error['ctx']['min_length']} entry"]
     text = f"'{value}'" if isinstance(value, str) else show(value)
@@ -128,6 +134,16 @@ def show(value: Any) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def check_output(option: str, file: Path, suffixes: tuple[str, ...] = ()) -> None:
+    """Raises ConfigError unless a command can write `file`, given as `option`, and its name ends with one of `suffixes`."""
+    if suffixes and file.suffix not in suffixes:
+        raise ConfigError(f"{option} is {file}; name a {' or '.join(suffixes)} file")
+    if file.is_dir():
+        raise ConfigError(f"{option} is {file}, a folder; name a file")
+    if not file.parent.is_dir():
+        raise ConfigError(f"{option} is {file}: no folder {file.parent}; name a file in a folder that is there")
 
 
 def _join(path: str, loc: tuple) -> str:
@@ -212,7 +228,7 @@ class DraftConfig(Section):
     speculator_type: Literal["eagle3", "dflash", "dspark"] = "eagle3"
     model_name: str | None = None
     loss_weight: float = Field(0.1, gt=0)
-    num_layers: int | None = Field(None, ge=1, le=128)
+    num_layers: int | None = Field(None, ge=1, le=MAX_LAYERS)
     aux_layer_indices: list[int] | None = Field(None, min_length=1)
     ttt_steps: int = Field(3, ge=1)
     ttt_pass_weights: list[float] | None = None

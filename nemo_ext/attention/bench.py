@@ -66,6 +66,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
             f"--heads is {args.heads}, --key-heads {args.key_heads} and --head-dim {args.head_dim}; use numbers from 1 up, "
             "and heads that are a multiple of the key heads"
         )
+    if args.repeats is not None and args.repeats < 1:
+        raise ConfigError(f"--repeats is {args.repeats}; use 1 or more")
     if args.repeats is None:
         args.repeats = max(1, min(5, (1 << 35) // args.tokens**2))
     return args

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nemo_ext.config import ConfigError, nearest, show
+from nemo_ext.config import MAX_LAYERS, ConfigError, nearest, show
 from nemo_ext.drafts.block_config import BlockConfig
 from nemo_ext.drafts.block_formats import vllm_form, vllm_names
 from nemo_ext.drafts.block_shapes import block_shapes
@@ -91,6 +91,8 @@ def _read(folder: Path) -> tuple[dict, dict[str, TensorEntry]]:
         config = json.loads((folder / CONFIG).read_text())
     except ValueError as error:
         raise _refused(folder, [f"{CONFIG} is not JSON: {error}"]) from None
+    if not isinstance(config, dict):
+        raise _refused(folder, [f"{CONFIG} is {show(config)}; it must hold a section of keys"])
     try:
         return config, read_header(folder / WEIGHTS)
     except ValueError as error:
@@ -102,6 +104,8 @@ def _config_lines(config: dict, max_length: int) -> Iterator[str]:
     for key in _NEEDED:
         if not isinstance(config.get(key), (int, float)):
             yield f"{key} is {show(config.get(key))} in {CONFIG}; it must be a number"
+    if isinstance(config.get("num_hidden_layers"), int) and config["num_hidden_layers"] > MAX_LAYERS:
+        yield f"num_hidden_layers is {config['num_hidden_layers']} in {CONFIG}; it must be <= {MAX_LAYERS}"
     dflash = config.get("dflash_config") or {}
     for section, plain in ((config, _PLAIN), (dflash, _PLAIN_DFLASH)):
         at = "dflash_config." if section is dflash else ""

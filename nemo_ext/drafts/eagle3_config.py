@@ -120,4 +120,9 @@ class Eagle3Config:
 def rope_theta(config: dict) -> float:
     """RoPE base from either place that Hugging Face configs keep it (contract B.8)."""
     parameters = config.get("rope_parameters") or {}
-    return float(config.get("rope_theta") or parameters.get("rope_theta") or 10000.0)
+    found = config.get("rope_theta") or parameters.get("rope_theta") or 10000.0
+    if not isinstance(found, (int, float)):
+        raise ConfigError(
+            f"policy.draft.model_name: rope_theta is {found} in the draft's config.json; it must be a number"
+        )
+    return float(found)

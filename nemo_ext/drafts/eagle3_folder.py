@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from nemo_ext.config import ConfigError, DraftConfig, nearest, show
+from nemo_ext.config import MAX_LAYERS, ConfigError, DraftConfig, nearest, show
 from nemo_ext.drafts.eagle3_config import Eagle3Config
 from nemo_ext.drafts.safetensors_header import TensorEntry, read_header, read_int64
 
@@ -107,6 +107,8 @@ def _read(folder: Path) -> tuple[dict, dict[str, TensorEntry]]:
         config = json.loads((folder / CONFIG).read_text())
     except ValueError as error:
         raise _refused(folder, [f"{CONFIG} is not JSON: {error}"]) from None
+    if not isinstance(config, dict):
+        raise _refused(folder, [f"{CONFIG} is {show(config)}; it must hold a section of keys"])
     try:
         return config, read_header(folder / WEIGHTS)
     except ValueError as error:
@@ -118,6 +120,8 @@ def _config_lines(config: dict, max_length: int) -> Iterator[str]:
     for key in _NEEDED:
         if not isinstance(config.get(key), (int, float)):
             yield f"{key} is {show(config.get(key))} in {CONFIG}; it must be a number"
+    if isinstance(config.get("num_hidden_layers"), int) and config["num_hidden_layers"] > MAX_LAYERS:
+        yield f"num_hidden_layers is {config['num_hidden_layers']} in {CONFIG}; it must be <= {MAX_LAYERS}"
     architectures = config.get("architectures") or []
     if not set(architectures) & set(ARCHITECTURES):
         yield f"architectures is {architectures} in {CONFIG}; an EAGLE-3 draft here is {' or '.join(ARCHITECTURES)}"

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.multiprocessing
 
-from nemo_ext.config import ConfigError, default_taps
+from nemo_ext.config import ConfigError, check_output, default_taps
 from nemo_ext.local.bench_taps_figures import BenchSize, measure, trace_rows
 from nemo_ext.taps.trace import write_trace
 
@@ -56,14 +56,16 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace that Perfetto opens")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the trace (.png or .svg)")
     args = parser.parse_args(list(argv))
-    least = min(args.microbatches, args.passes, args.repeats)
+    least = min(args.microbatches, args.passes, args.repeats, args.layers)
     if args.pp < 2 or args.layers % args.pp or args.tokens < 16 or least < 1:
         raise ConfigError(
             f"--pp is {args.pp}, --layers {args.layers}, --tokens {args.tokens}; use 2 or more stages, layers that they "
             "divide, 16 or more tokens, and at least 1 of everything else"
         )
-    if args.picture and args.picture.suffix not in (".png", ".svg"):
-        raise ConfigError(f"--picture is {args.picture}; name a .png or .svg file")
+    if args.picture:
+        check_output("--picture", args.picture, (".png", ".svg"))
+    if args.trace:
+        check_output("--trace", args.trace)
     if args.hidden < 64 or args.hidden % 64:
         raise ConfigError(f"--hidden is {args.hidden}; use a multiple of 64")
     args.taps = default_taps(args.layers)

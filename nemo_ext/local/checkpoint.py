@@ -5,6 +5,7 @@ import re
 import shutil
 from pathlib import Path
 
+from nemo_ext.config import ConfigError
 from nemo_ext.local.cluster import PolicyGroup
 from nemo_ext.local.warmup import Start
 
@@ -33,8 +34,13 @@ def latest(run_folder: Path) -> Path | None:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Number of finished steps."""
-    return json.loads((checkpoint / "state.json").read_text())["step"]
+    """Number of finished steps. Raises ConfigError if the checkpoint does not tell."""
+    try:
+        return json.loads((checkpoint / "state.json").read_text())["step"]
+    except (OSError, ValueError, TypeError, KeyError):
+        raise ConfigError(
+            f"{checkpoint}/state.json does not tell the step; remove {checkpoint} to go on from the checkpoint before it"
+        ) from None
 
 
 def _all(run_folder: Path) -> list[Path]:

@@ -22,6 +22,10 @@ def run(run_folder: Path, to: Path) -> list[Path]:
     taken = [to / name for name in names if (to / name).exists()]
     if taken:
         raise ConfigError(f"--to is {to}, where {taken[0].name} already exists; name an empty or new folder")
-    for name in names:
-        shutil.copytree(source / name, to / name)
+    try:
+        for name in names:
+            shutil.copytree(source / name, to / name)
+    except OSError as error:
+        why = error.strerror or "see its disk"
+        raise ConfigError(f"--to is {to}, where nothing can be written ({why}); name another folder") from None
     return [to / name for name in names]

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
-from nemo_ext.config import ConfigError
+from nemo_ext.config import ConfigError, show
 from nemo_ext.local.settings import RunConfig
 
 METRICS, SETTINGS = "metrics.jsonl", "config.yaml"
@@ -92,14 +94,29 @@ def scalars(metrics: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """All steps of a run, in order. Raises ConfigError for a folder that holds no run."""
+    """All steps of a run, in order, but for a last line that was not finished. Raises ConfigError for a folder that holds
+    no run, and for a line that is no step."""
     path = folder / METRICS
     if not path.is_file():
         raise ConfigError(f"RUN is {folder}, which has no {METRICS}; name the folder of a run")
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    *lines, _unfinished = path.read_text().split("\n")
+    return [_step(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+
+
+def _step(line: str, where: str) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+        if isinstance(found["step"], int):
+            return found
+    except (ValueError, TypeError, KeyError):
+        pass
+    raise ConfigError(f"{where}: {show(line)} is not a step's metrics; take the line out")
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
     """The run's settings as plain data; {} if it has none."""
     path = folder / SETTINGS
-    return OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else {}
+    try:
+        return OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else {}
+    except (YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}; remove it to go without") from None

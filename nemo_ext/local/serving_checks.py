@@ -32,8 +32,8 @@ def serving_notes(draft: DraftConfig, speculative: SpeculativeConfig | None) -> 
     tokens = f"speculative_config.num_speculative_tokens is {speculative.num_speculative_tokens}, policy.draft."
     if draft.speculator_type == "eagle3" and speculative.num_speculative_tokens > draft.ttt_steps:
         yield (
-            f"{tokens}ttt_steps is {draft.ttt_steps}: tokens after the {draft.ttt_steps}th are drafted at depths that the "
-            "draft was not trained for"
+            f"{tokens}ttt_steps is {draft.ttt_steps}: later tokens of a chain are drafted at depths that the draft was not "
+            "trained for"
         )
     if draft.speculator_type != "eagle3" and speculative.num_speculative_tokens < draft.gamma:
         yield f"{tokens}gamma is {draft.gamma}: vLLM makes blocks smaller than those that the draft is trained on"

@@ -177,7 +177,7 @@ class DataConfig(Section):
 class LoggerConfig(Section):
     """`logger`: a run lies in `log_dir/run_name`."""
 
-    log_dir: str = "runs"
+    log_dir: str = Field("runs", min_length=1)
     run_name: str = Field(min_length=1)
     tensorboard_enabled: bool = True
 

@@ -65,6 +65,11 @@ def errors(capsys, *argv):
         (["export", "."], "error: the following arguments are required: --to; see nemo-ext export --help"),
         (["report", "nowhere"], "error: RUN is nowhere: no such folder; name the folder of a run, like runs/NAME"),
         (["report", ".", "--picture", "x.jpg"], "error: --picture is x.jpg; name a .png or .svg file"),
+        (["report", ".", "--picture", "/nosuch/x.png"],
+         "error: --picture is /nosuch/x.png: no folder /nosuch; name a file in a folder that is there"),
+        (["export", ".", "--to", ""], "error: argument --to: it is empty; name a path; see nemo-ext export --help"),
+        (["bench"], "error: NAME is missing; the benchmarks are loss, ring, taps"),
+        (["train", EXAMPLE, "logger.run_name=''"], "error: logger.run_name is empty; give a text"),
         (["report", ".", "a=1"], "error: a=1 is not an argument of report; see nemo-ext report --help"),
     ],
 )  # fmt: skip
@@ -135,6 +140,24 @@ def test_report_writes_the_report_and_a_picture(capsys, tmp_path):
     assert cli.main(["report", str(tmp_path / "run"), "--picture", str(tmp_path / "a.png")]) == 0
     assert (tmp_path / "run" / "report.html").is_file() and (tmp_path / "a.png").is_file()
     assert "report: " in capsys.readouterr().out
+
+
+def test_what_an_interrupted_run_left_behind_is_read_or_told(capsys, tmp_path):
+    write_run(tmp_path / "run", "cotrain", [2.0] * 4)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    with metrics.open("a") as file:
+        file.write('{"step": 5, "rew')
+    assert cli.main(["report", str(tmp_path / "run")]) == 0
+    metrics.write_text("[1, 2]\n" + metrics.read_text())
+    capsys.readouterr()
+    assert errors(capsys, "report", str(tmp_path / "run")) == [
+        f"error: {metrics}, line 1: [1, 2] is not a step's metrics; take the line out"
+    ]
+
+
+def test_bench_help_names_the_benchmarks(capsys):
+    assert cli.main(["bench", "--help"]) == 0
+    assert "loss, ring, taps" in capsys.readouterr().out
 
 
 def test_version_is_the_packages(capsys):

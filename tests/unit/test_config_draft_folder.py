@@ -212,3 +212,20 @@ def test_the_folder_that_this_package_writes_passes(tmp_path):
     ids = torch.arange(32) * 2
     folder = write_model(tmp_path / "draft", json.loads(json.dumps(shape.to_hf())), init_eagle3(shape, 0, ids))
     assert check(folder) == shape
+
+
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        ({"rope_theta": "x"}, "rope_theta is x in the draft's config.json; it must be a number"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000 in config.json; it must be <= 128"),
+    ],
+)
+def test_a_config_of_no_draft_is_a_line(make, config, line):
+    assert lines(make(config)) == [line]
+
+
+def test_a_config_that_is_no_section_is_a_line(make):
+    folder = make()
+    (folder / "config.json").write_text("[]")
+    assert lines(folder) == ["config.json is []; it must hold a section of keys"]
