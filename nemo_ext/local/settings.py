@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from nemo_ext.config import DraftConfig, Section
 
@@ -180,6 +180,13 @@ class LoggerConfig(Section):
     log_dir: str = Field("runs", min_length=1)
     run_name: str = Field(min_length=1)
     tensorboard_enabled: bool = True
+
+    @field_validator("run_name")
+    @classmethod
+    def _one_folder(cls, value: str) -> str:
+        if "/" in value or value in (".", ".."):
+            raise ValueError(f"run_name is {value}; name one folder, which will be inside logger.log_dir")
+        return value
 
 
 class CheckpointConfig(Section):

@@ -69,6 +69,8 @@ def errors(capsys, *argv):
          "error: --picture is /nosuch/x.png: no folder /nosuch; name a file in a folder that is there"),
         (["export", ".", "--to", ""], "error: argument --to: it is empty; name a path; see nemo-ext export --help"),
         (["bench"], "error: NAME is missing; the benchmarks are loss, ring, taps"),
+        (["train", EXAMPLE, "logger.run_name=../x"],
+         "error: logger.run_name is ../x; name one folder, which will be inside logger.log_dir"),
         (["train", EXAMPLE, "logger.run_name=''"], "error: logger.run_name is empty; give a text"),
         (["report", ".", "a=1"], "error: a=1 is not an argument of report; see nemo-ext report --help"),
     ],
