@@ -4,18 +4,18 @@ The folder may be in any form that `block_formats` knows. Everything that would 
 two different drafts without a word, is told here.
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nemo_ext.config import MAX_LAYERS, ConfigError, nearest, show
+from nemo_ext.config import ConfigError, nearest, show
 from nemo_ext.drafts.block_config import BlockConfig
 from nemo_ext.drafts.block_formats import vllm_form, vllm_names
 from nemo_ext.drafts.block_shapes import block_shapes
-from nemo_ext.drafts.safetensors_header import TensorEntry, read_header, read_int64
+from nemo_ext.drafts.folder import CONFIG, WEIGHTS, number_lines, read_parts, refused
+from nemo_ext.drafts.safetensors_header import TensorEntry, read_int64
 
-CONFIG, WEIGHTS, MASK_EMBEDDING = "config.json", "model.safetensors", "mask_embedding.pt"
+MASK_EMBEDDING = "mask_embedding.pt"
 _FLOATS = ("F32", "BF16", "F16")
 _NEEDED = (
     "hidden_size",
@@ -69,43 +69,26 @@ def check_block_folder(folder: str | Path, policy: dict, draft, *, max_length: i
             "trained on; remove it"
         )
     if shape is None:
-        raise _refused(folder, lines)
+        raise refused(folder, lines)
     lines += [*_policy_lines(config, shape, policy), *_tensor_lines(shape, entries, folder / WEIGHTS)]
     yaml_lines = list(_yaml_lines(shape, draft, folder))
     if lines or yaml_lines:
-        raise ConfigError(*yaml_lines, *_refused(folder, lines).lines)
+        raise ConfigError(*yaml_lines, *refused(folder, lines).lines)
     return shape
-
-
-def _refused(folder: Path, lines: list[str]) -> ConfigError:
-    return ConfigError(*(f"policy.draft.model_name is {folder}: {line}" for line in lines))
 
 
 def _read(folder: Path) -> tuple[dict, dict[str, TensorEntry]]:
     if not folder.is_dir():
-        raise _refused(folder, ["no such folder; give a local Hugging Face folder, or null for a fresh draft"])
+        raise refused(folder, ["no such folder; give a local Hugging Face folder, or null for a fresh draft"])
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
-            raise _refused(folder, [f"it has no {name}; give a Hugging Face folder with one safetensors file"])
-    try:
-        config = json.loads((folder / CONFIG).read_text())
-    except ValueError as error:
-        raise _refused(folder, [f"{CONFIG} is not JSON: {error}"]) from None
-    if not isinstance(config, dict):
-        raise _refused(folder, [f"{CONFIG} is {show(config)}; it must hold a section of keys"])
-    try:
-        return config, read_header(folder / WEIGHTS)
-    except ValueError as error:
-        raise _refused(folder, [f"{WEIGHTS}: {error}"]) from None
+            raise refused(folder, [f"it has no {name}; give a Hugging Face folder with one safetensors file"])
+    return read_parts(folder)
 
 
 def _config_lines(config: dict, max_length: int) -> Iterator[str]:
     """What stands in the way of reading the config, or asks for what the trainer cannot express."""
-    for key in _NEEDED:
-        if not isinstance(config.get(key), (int, float)):
-            yield f"{key} is {show(config.get(key))} in {CONFIG}; it must be a number"
-    if isinstance(config.get("num_hidden_layers"), int) and config["num_hidden_layers"] > MAX_LAYERS:
-        yield f"num_hidden_layers is {config['num_hidden_layers']} in {CONFIG}; it must be <= {MAX_LAYERS}"
+    yield from number_lines(config, _NEEDED)
     dflash = config.get("dflash_config") or {}
     for section, plain in ((config, _PLAIN), (dflash, _PLAIN_DFLASH)):
         at = "dflash_config." if section is dflash else ""

@@ -3,15 +3,14 @@
 Everything that would fail later, or worse would train and serve two different drafts without a word, is told here.
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from nemo_ext.config import MAX_LAYERS, ConfigError, DraftConfig, nearest, show
+from nemo_ext.config import ConfigError, DraftConfig, nearest, show
 from nemo_ext.drafts.eagle3_config import Eagle3Config
-from nemo_ext.drafts.safetensors_header import TensorEntry, read_header, read_int64
+from nemo_ext.drafts.folder import CONFIG, WEIGHTS, number_lines, read_parts, refused
+from nemo_ext.drafts.safetensors_header import TensorEntry, read_int64
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # The names under which vLLM serves this very model (a Llama-like layer without query and key norms).
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
@@ -48,11 +47,11 @@ def check_draft_folder(folder: str | Path, policy: dict, draft: DraftConfig, *, 
         except ConfigError as error:
             lines = [line.removeprefix("policy.draft.model_name: ") for line in error.lines]
     if lines:
-        raise _refused(folder, lines)
+        raise refused(folder, lines)
     lines = [*_policy_lines(config, shape, policy), *_tensor_lines(shape, entries, folder / WEIGHTS)]
     yaml_lines = list(_yaml_lines(shape, draft, folder))
     if lines or yaml_lines:
-        raise ConfigError(*yaml_lines, *_refused(folder, lines).lines)
+        raise ConfigError(*yaml_lines, *refused(folder, lines).lines)
     return shape
 
 
@@ -89,39 +88,22 @@ def rope_type(config: dict) -> str:
     return rope.get("rope_type") or rope.get("type") or "default"
 
 
-def _refused(folder: Path, lines: list[str]) -> ConfigError:
-    return ConfigError(*(f"policy.draft.model_name is {folder}: {line}" for line in lines))
-
-
 def _read(folder: Path) -> tuple[dict, dict[str, TensorEntry]]:
     if not folder.is_dir():
-        raise _refused(folder, ["no such folder; give a local Hugging Face folder, or null for a fresh draft"])
+        raise refused(folder, ["no such folder; give a local Hugging Face folder, or null for a fresh draft"])
     if not (folder / CONFIG).is_file():
-        raise _refused(folder, [f"it has no {CONFIG}; give a Hugging Face folder"])
+        raise refused(folder, [f"it has no {CONFIG}; give a Hugging Face folder"])
     if not (folder / WEIGHTS).is_file():
         pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
         if pickles:
-            raise _refused(folder, [f"{pickles[0]} is a pickle, which can run code; convert it to {WEIGHTS}"])
-        raise _refused(folder, [f"it has no {WEIGHTS}; save the draft as one safetensors file"])
-    try:
-        config = json.loads((folder / CONFIG).read_text())
-    except ValueError as error:
-        raise _refused(folder, [f"{CONFIG} is not JSON: {error}"]) from None
-    if not isinstance(config, dict):
-        raise _refused(folder, [f"{CONFIG} is {show(config)}; it must hold a section of keys"])
-    try:
-        return config, read_header(folder / WEIGHTS)
-    except ValueError as error:
-        raise _refused(folder, [f"{WEIGHTS}: {error}"]) from None
+            raise refused(folder, [f"{pickles[0]} is a pickle, which can run code; convert it to {WEIGHTS}"])
+        raise refused(folder, [f"it has no {WEIGHTS}; save the draft as one safetensors file"])
+    return read_parts(folder)
 
 
 def _config_lines(config: dict, max_length: int) -> Iterator[str]:
     """What stands in the way of reading the config, or asks for what the trainer cannot express."""
-    for key in _NEEDED:
-        if not isinstance(config.get(key), (int, float)):
-            yield f"{key} is {show(config.get(key))} in {CONFIG}; it must be a number"
-    if isinstance(config.get("num_hidden_layers"), int) and config["num_hidden_layers"] > MAX_LAYERS:
-        yield f"num_hidden_layers is {config['num_hidden_layers']} in {CONFIG}; it must be <= {MAX_LAYERS}"
+    yield from number_lines(config, _NEEDED)
     architectures = config.get("architectures") or []
     if not set(architectures) & set(ARCHITECTURES):
         yield f"architectures is {architectures} in {CONFIG}; an EAGLE-3 draft here is {' or '.join(ARCHITECTURES)}"

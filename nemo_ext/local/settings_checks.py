@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from nemo_ext.config import ConfigError, show, validated
-from nemo_ext.drafts.eagle3_folder import CONFIG, PICKLES, WEIGHTS, rope_type
+from nemo_ext.drafts.eagle3_folder import PICKLES, rope_type
+from nemo_ext.drafts.folder import CONFIG, WEIGHTS
 from nemo_ext.drafts.kinds import Shape, cut_counts, kind_of, sizes_that_divide, uneven_line
 from nemo_ext.local.serving_checks import serving_lines, serving_notes
 from nemo_ext.local.settings import RunConfig

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from nemo_ext.config import ConfigError, DraftConfig, default_taps, show
 from nemo_ext.drafts.block_formats import vllm_form
 from nemo_ext.drafts.block_import import import_block_draft
-from nemo_ext.drafts.eagle3_folder import CONFIG, WEIGHTS
+from nemo_ext.drafts.folder import CONFIG, WEIGHTS
 from nemo_ext.drafts.kinds import Shape, cut_counts, kind_of, uneven_line
 from nemo_ext.nemo_rl.support import at
 

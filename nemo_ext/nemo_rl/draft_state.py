@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from nemo_ext.config import ConfigError
 from nemo_ext.drafts.block_config import BlockConfig
 from nemo_ext.drafts.block_formats import vllm_names
-from nemo_ext.drafts.eagle3_folder import CONFIG, WEIGHTS
+from nemo_ext.drafts.folder import CONFIG, WEIGHTS
 from nemo_ext.drafts.kinds import Shape
 from nemo_ext.nemo_rl.draft_trainer import DraftTrainer
 

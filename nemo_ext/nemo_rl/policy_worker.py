@@ -65,6 +65,7 @@ class DraftPolicyWorkerImpl(MegatronPolicyWorkerImpl):
         self._groups = ProcessGroupCollection.use_mpu_process_groups()
         self._device = next(self.model.parameters()).device
         self._parking = Parking()
+        rows = max_pack_rows(config)
         self._draft = DraftTrainer(
             self.model,
             settings,
@@ -73,8 +74,8 @@ class DraftPolicyWorkerImpl(MegatronPolicyWorkerImpl):
             self._groups,
             temperature=self.sampling_params.temperature if self.sampling_params is not None else 1.0,
             recompute=bool(config["megatron_cfg"]["activation_checkpointing"]),
-            max_pack_rows=max_pack_rows(config),
-            max_sequences=max_pack_rows(config) // config["make_sequence_length_divisible_by"],
+            max_pack_rows=rows,
+            max_sequences=rows // config["make_sequence_length_divisible_by"],
             device=self._device,
             train=train,
         )
