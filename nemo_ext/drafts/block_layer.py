@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from nemo_ext.attention import block_attention
 from nemo_ext.drafts.block_config import BlockConfig
-from nemo_ext.drafts.layers import HeadNorm, Linear, RMSNorm, Rotary
+from nemo_ext.drafts.layers import HeadNorm, Linear, RMSNorm, Rotary, key_linear
 
 
 class BlockAttention(nn.Module):
@@ -21,10 +21,10 @@ class BlockAttention(nn.Module):
         super().__init__()
         self.head_dim = cfg.head_dim
         self.attend = partial(block_attention, window=cfg.window(index), causal_in_block=cfg.causal_in_block(index))
-        heads, kv = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
+        heads = cfg.num_heads * cfg.head_dim
         self.q_proj = Linear(cfg.hidden_size, heads, "column", config, tp_group)
-        self.k_proj = Linear(cfg.hidden_size, kv, "column", config, tp_group)
-        self.v_proj = Linear(cfg.hidden_size, kv, "column", config, tp_group)
+        self.k_proj = key_linear(cfg.hidden_size, cfg.num_kv_heads, cfg.head_dim, config, tp_group)
+        self.v_proj = key_linear(cfg.hidden_size, cfg.num_kv_heads, cfg.head_dim, config, tp_group)
         self.o_proj = Linear(heads, cfg.hidden_size, "row", config, tp_group)
         self.q_norm = HeadNorm(cfg.head_dim, cfg.rms_norm_eps, tp_group)
         self.k_norm = HeadNorm(cfg.head_dim, cfg.rms_norm_eps, tp_group)

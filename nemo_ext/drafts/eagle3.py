@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nemo_ext.attention import gather_trunk, resident_bytes, ttt_attention
 from nemo_ext.drafts.eagle3_config import Eagle3Config
-from nemo_ext.drafts.layers import Linear, RMSNorm, Rotary
+from nemo_ext.drafts.layers import Linear, RMSNorm, Rotary, key_linear, local_key_heads
 from nemo_ext.layout import PackedLayout
 
 
@@ -25,13 +25,13 @@ class Eagle3Layer(nn.Module):
         self.first = index == 0
         self.cfg = cfg
         in_size = 2 * cfg.hidden_size if self.first else cfg.hidden_size
-        heads, kv = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
+        heads = cfg.num_heads * cfg.head_dim
         self.input_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         if self.first:
             self.hidden_norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.q_proj = Linear(in_size, heads, "column", config, tp_group)
-        self.k_proj = Linear(in_size, kv, "column", config, tp_group)
-        self.v_proj = Linear(in_size, kv, "column", config, tp_group)
+        self.k_proj = key_linear(in_size, cfg.num_kv_heads, cfg.head_dim, config, tp_group)
+        self.v_proj = key_linear(in_size, cfg.num_kv_heads, cfg.head_dim, config, tp_group)
         self.o_proj = Linear(heads, cfg.hidden_size, "row", config, tp_group)
         self.post_attention_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
         self.gate_proj = Linear(cfg.hidden_size, cfg.intermediate_size, "column", config, tp_group)
@@ -70,6 +70,7 @@ class Eagle3Draft(nn.Module):
         # Taps arrive whole, so the draft itself is not sequence parallel.
         config = dataclasses.replace(config, sequence_parallel=False, perform_initialization=False)
         self.cfg = cfg
+        self._key_heads = local_key_heads(cfg.num_kv_heads, tp_group)
         if cfg.fc_norm:
             self.fc_norm = nn.ModuleList(RMSNorm(cfg.hidden_size, cfg.rms_norm_eps) for _ in cfg.tap_layers)
         if cfg.norm_before_fc:
@@ -134,8 +135,7 @@ class Eagle3Draft(nn.Module):
     def _resident(self, layout: PackedLayout, passes: int, dtype: torch.dtype, budget: float) -> bool:
         if layout.cp_size == 1 or passes == 1:
             return False
-        key_heads = self.layers[0].k_proj.weight.shape[0] // self.cfg.head_dim
-        return resident_bytes(layout, key_heads, self.cfg.head_dim, dtype, len(self.layers)) <= budget
+        return resident_bytes(layout, self._key_heads, self.cfg.head_dim, dtype, len(self.layers)) <= budget
 
     def _one_pass(self, embed_TH, feature_TH, number, layout, cp_group, trunks, *flat_kv):
         """Pass `number` (from 0); a pure function of its arguments, so that it can be recomputed (but for pass 0 of

@@ -10,7 +10,9 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.utils import get_pg_rank, get_pg_size, get_tensor_model_parallel_group_if_none
 from torch import nn
+from torch.nn import functional as F
 
 
 class RMSNorm(nn.Module):
@@ -32,8 +34,9 @@ class RMSNorm(nn.Module):
 
 
 class HeadNorm(RMSNorm):
-    """RMSNorm of each head of `[..., N, D]`, where each tensor-parallel rank has other heads and all have the same
-    weight: its gradient is summed over the ranks in the backward, so that it is whole on each."""
+    """RMSNorm of each head of `[..., N, D]`, where each tensor-parallel rank has other heads, or reads the same key head
+    for other query heads, and all have the same weight: its gradient is summed over the ranks in the backward, so that it
+    is whole on each."""
 
     def __init__(self, size: int, eps: float, tp_group):
         super().__init__(size, eps)
@@ -75,6 +78,40 @@ class Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x)[0]
+
+
+class SharedHeadLinear(nn.Module):
+    """A bias-free projection `[T, H]` to `[T, D]`, the one key (or value) head that this rank's query heads read, where
+    the heads are fewer than the tensor-parallel ranks and divide their number.
+
+    Every rank holds the whole weight, as it does a norm's, and computes with one head's rows of it. The gradient is summed
+    over the ranks in the backward, so that it is whole on each and the copies stay the same bits.
+    """
+
+    def __init__(self, in_size: int, heads: int, head_dim: int, tp_group):
+        super().__init__()
+        self.tp_group = tp_group
+        self.weight = nn.Parameter(torch.empty(heads * head_dim, in_size))
+        # Query heads are dealt out in order, so those of a rank all read the same head.
+        first = get_pg_rank(tp_group) * heads // get_pg_size(tp_group) * head_dim
+        self.rows = slice(first, first + head_dim)
+
+    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+        x_TH, weight = (copy_to_tensor_model_parallel_region(t, group=self.tp_group) for t in (x_TH, self.weight))
+        return F.linear(x_TH, weight[self.rows])
+
+
+def local_key_heads(heads: int, tp_group) -> int:
+    """Of so many key heads, those of one tensor-parallel rank: its part, or one that it shares with its neighbours."""
+    return max(1, heads // get_pg_size(get_tensor_model_parallel_group_if_none(tp_group)))
+
+
+def key_linear(in_size: int, heads: int, head_dim: int, config, tp_group) -> Linear | SharedHeadLinear:
+    """The projection to the key (or value) heads that this rank's query heads read: `local_key_heads` of them."""
+    tp_group = get_tensor_model_parallel_group_if_none(tp_group)
+    if heads < get_pg_size(tp_group):
+        return SharedHeadLinear(in_size, heads, head_dim, tp_group)
+    return Linear(in_size, heads * head_dim, "column", config, tp_group)
 
 
 class Rotary:

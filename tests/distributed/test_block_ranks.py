@@ -15,7 +15,8 @@ from tests.unit.block_cases import (
     make_tensors,
 )
 
-LAYOUTS = [(1, 1), (1, 2), (2, 1), (4, 1), (2, 2)]  # CP, TP; replicas fill up four ranks
+# CP, TP; replicas fill up four ranks. Of the one or two key heads, four TP ranks share each.
+LAYOUTS = [(1, 1), (1, 2), (2, 1), (4, 1), (2, 2), (1, 4)]
 OPTIONS = [
     {},
     {"temperature": 0.7, "recompute": True},

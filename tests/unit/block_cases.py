@@ -52,6 +52,7 @@ SHAPES = {
         "dspark", draft_vocab_size=12, layer_types=(SLIDING, SLIDING), sliding_window=4, logit_scale=0.8
     ),
     "dspark-no-confidence": make_config("dspark", confidence_head=False, confidence_with_markov=False),
+    "dspark-one-key-head": make_config("dspark", num_kv_heads=1),
 }
 
 

@@ -15,6 +15,7 @@ from nemo_ext.drafts.eagle3 import Eagle3Draft
 from nemo_ext.drafts.eagle3_config import Eagle3Config
 from nemo_ext.drafts.eagle3_hf import export_eagle3, load_eagle3
 from nemo_ext.drafts.eagle3_init import init_eagle3
+from nemo_ext.drafts.layers import SharedHeadLinear, local_key_heads
 from nemo_ext.layout import PackedLayout
 from tests.reference.eagle3 import dense_eagle3_ttt, dense_soft_ce_loss
 
@@ -201,3 +202,24 @@ def test_config_survives_its_hugging_face_form():
     cfg = make_config(norm_output=True, fc_norm=True, draft_vocab_size=12)
     assert Eagle3Config.from_hf(cfg.to_hf()) == cfg
     assert cfg.to_hf()["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]  # vLLM counts the same taps from one
+
+
+class OneOf:
+    """A rank of a tensor-parallel group."""
+
+    def __init__(self, rank, size):
+        self.rank, self.size = lambda: rank, lambda: size
+
+
+@pytest.mark.parametrize(("heads", "ranks", "local"), [(8, 2, 4), (4, 4, 1), (2, 4, 1), (1, 8, 1)])
+def test_a_rank_has_its_key_heads_or_a_shared_one(heads, ranks, local):
+    assert local_key_heads(heads, OneOf(0, ranks)) == local
+
+
+@pytest.mark.parametrize(("query_heads", "heads", "ranks"), [(8, 2, 4), (16, 4, 16), (6, 1, 3), (12, 2, 6)])
+def test_a_rank_projects_to_the_head_that_its_query_heads_read(query_heads, heads, ranks):
+    for rank in range(ranks):
+        rows = SharedHeadLinear(3, heads, 5, OneOf(rank, ranks)).rows
+        own = range(query_heads)[rank * query_heads // ranks : (rank + 1) * query_heads // ranks]
+        assert {query // (query_heads // heads) for query in own} == {rows.start // 5}
+        assert rows.stop - rows.start == 5
