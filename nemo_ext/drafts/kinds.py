@@ -146,30 +146,41 @@ def kind_of(draft: DraftConfig) -> DraftKind:
     return Eagle3Kind() if draft.speculator_type == "eagle3" else BlockKind(draft.speculator_type)
 
 
-def cut_counts(shape: Shape) -> dict[str, int]:
-    """What tensor parallelism cuts of a draft, and must come out even, by name."""
-    return {
+def uneven_line(size: int, shape: Shape, policy: Mapping[str, int] | None = None) -> Iterator[str]:
+    """A line if the tensor-parallel size cannot cut a draft of this shape, or does not divide the policy's counts, given
+    by name. Ranks may be more than the draft's key heads, if as many of them share each head."""
+    key_heads = shape.num_kv_heads
+    divided = {
+        **(policy or {}),
         "the draft's num_attention_heads": shape.num_heads,
-        "the draft's num_key_value_heads": shape.num_kv_heads,
         "the draft's intermediate_size": shape.intermediate_size,
         "policy.draft.draft_vocab_size": shape.draft_vocab_size,
     }
 
+    def deals_keys(size: int) -> bool:
+        return key_heads % size == 0 or size % key_heads == 0
 
-def uneven_line(size: int, counts: Mapping[str, int]) -> Iterator[str]:
-    """A line if the tensor-parallel size does not divide all of these."""
-    uneven = [f"{name} ({count})" for name, count in counts.items() if count % size]
-    if uneven:
+    uneven = [f"{name} ({count})" for name, count in divided.items() if count % size]
+    troubles = [f"does not divide {', '.join(uneven)}"] if uneven else []
+    if not deals_keys(size):
+        troubles.append(f"neither divides the draft's num_key_value_heads ({key_heads}) nor is a multiple of them")
+    if troubles:
+        fitting = ", ".join(str(size) for size in _divisors(*divided.values()) if deals_keys(size))
         yield (
-            f"policy.megatron_cfg.tensor_model_parallel_size is {size}, which does not divide {', '.join(uneven)}; "
-            f"{sizes_that_divide(*counts.values())}"
+            f"policy.megatron_cfg.tensor_model_parallel_size is {size}, which {' and '.join(troubles)}; sizes that fit: "
+            f"{fitting}"
         )
 
 
-def sizes_that_divide(*counts: int) -> str:
-    """The remedy for a size that does not divide all of these."""
+def sizes_that_divide(count: int) -> str:
+    """The remedy for a size that does not divide this."""
+    return f"these do: {', '.join(map(str, _divisors(count)))}"
+
+
+def _divisors(*counts: int) -> list[int]:
+    """All common divisors, ascending."""
     common = math.gcd(*counts)
-    return f"these do: {', '.join(str(size) for size in range(1, common + 1) if common % size == 0)}"
+    return [size for size in range(1, common + 1) if common % size == 0]
 
 
 def _taps(draft: DraftConfig, policy: dict) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 from nemo_ext.config import ConfigError, show, validated
 from nemo_ext.drafts.eagle3_folder import PICKLES, rope_type
 from nemo_ext.drafts.folder import CONFIG, WEIGHTS
-from nemo_ext.drafts.kinds import Shape, cut_counts, kind_of, sizes_that_divide, uneven_line
+from nemo_ext.drafts.kinds import Shape, kind_of, sizes_that_divide, uneven_line
 from nemo_ext.local.serving_checks import serving_lines, serving_notes
 from nemo_ext.local.settings import RunConfig
 from nemo_ext.local.task_checks import task_lines
@@ -223,5 +223,5 @@ def _shards(config: RunConfig, policy: dict, draft: Shape) -> Iterator[str]:
             f"not divide the policy's num_hidden_layers ({layers}); {sizes_that_divide(layers)}"
         )
     names = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
-    cut = {f"the policy's {name}": policy[name] for name in names} | cut_counts(draft)
-    yield from uneven_line(megatron.tensor_model_parallel_size, cut)
+    cut = {f"the policy's {name}": policy[name] for name in names}
+    yield from uneven_line(megatron.tensor_model_parallel_size, draft, cut)

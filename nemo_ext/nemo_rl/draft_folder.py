@@ -14,7 +14,7 @@ from nemo_ext.config import ConfigError, DraftConfig, default_taps, show
 from nemo_ext.drafts.block_formats import vllm_form
 from nemo_ext.drafts.block_import import import_block_draft
 from nemo_ext.drafts.folder import CONFIG, WEIGHTS
-from nemo_ext.drafts.kinds import Shape, cut_counts, kind_of, uneven_line
+from nemo_ext.drafts.kinds import Shape, kind_of, uneven_line
 from nemo_ext.nemo_rl.support import at
 
 START = "draft_start"
@@ -49,7 +49,7 @@ def starting_folder(draft: DraftConfig, policy: Mapping[str, Any], checkpoint_di
     try:
         shape = kind_of(draft).folder_shape(folder, draft, config, longest)
         tp = at(policy, "megatron_cfg.tensor_model_parallel_size") or 1
-        if lines := list(uneven_line(tp, cut_counts(shape))):
+        if lines := list(uneven_line(tp, shape)):
             raise ConfigError(*lines)
     except ConfigError as error:
         if folder != own or was_there:

@@ -104,7 +104,7 @@ def test_tensor_parallelism_must_cut_a_block_draft_evenly():
     )  # fmt: skip
     assert line == (
         "policy.megatron_cfg.tensor_model_parallel_size is 2, which does not divide policy.draft.draft_vocab_size (81); "
-        "these do: 1"
+        "sizes that fit: 1"
     )
 
 
@@ -128,6 +128,11 @@ def from_folder(path, *more):
         *(f"policy.draft.{key}=null" for key in nulls),
         *more,
     ]
+
+
+def test_a_draft_may_have_fewer_key_heads_than_ranks(folder):
+    layout = ("policy.megatron_cfg.tensor_model_parallel_size=2", "cluster.gpus_per_node=2")
+    assert load("dflash", *from_folder(folder(num_key_value_heads=1, gamma=3), *layout)).policy.draft.enabled
 
 
 def test_nulls_follow_the_checkpoint(folder):

@@ -127,7 +127,7 @@ def test_tensor_parallelism_must_cut_evenly():
     (line,) = lines("policy.megatron_cfg.tensor_model_parallel_size=4", "cluster.gpus_per_node=4")
     assert line == (
         "policy.megatron_cfg.tensor_model_parallel_size is 4, which does not divide "
-        "the policy's num_key_value_heads (2), the draft's num_key_value_heads (2); these do: 1, 2"
+        "the policy's num_key_value_heads (2); sizes that fit: 1, 2"
     )
 
 

@@ -144,6 +144,13 @@ def test_a_policy_that_caps_its_logits_is_refused(tmp_path):
         policy_hf_config({"model_name": str(tmp_path)})
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark"])
+def test_ranks_may_share_a_drafts_key_heads(tmp_path, policy, kind):
+    policy |= {"num_attention_heads": 8, "num_key_value_heads": 2}
+    run = RUN | {"megatron_cfg": {"tensor_model_parallel_size": 4}}
+    assert draft_folder.starting_folder(settings(kind), run, str(tmp_path))
+
+
 def test_a_draft_that_tensor_parallelism_cannot_cut_is_refused(tmp_path):
     run = RUN | {"megatron_cfg": {"tensor_model_parallel_size": 3}}
     with pytest.raises(
