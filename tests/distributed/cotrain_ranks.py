@@ -67,3 +67,21 @@ def resumed_steps(rank, world_size, settings, policy, draft, batches, plan, fold
         finally:
             worker.close()
     return tuple(results) if results[0][1] else None
+
+
+def whole_tensors(rank, world_size, settings, policy, draft, batches, plan) -> list[tuple[str, torch.Tensor]]:
+    """What each rank holds whole of its draft after the steps: parameters by module name, and their Adam averages."""
+    worker = PolicyWorker(run_config(settings))
+    try:
+        worker.load(policy, draft)
+        for number, batch in enumerate(batches):
+            worker.step(batch, replace(plan, number=number))
+        adam = worker._draft_optimizer.optimizer.state
+        return [
+            (f"{name} {part}", tensor.detach().clone())
+            for name, parameter in worker._draft.named_parameters()
+            if not getattr(parameter, "tensor_model_parallel", False)
+            for part, tensor in (("weight", parameter), *adam[parameter].items())
+        ]
+    finally:
+        worker.close()
