@@ -32,6 +32,17 @@ LINES = {
         "test_everything_of_upstreams",
     ),
     "hooks: upstream's path with the draft off, ours with it on": ("subclasses", "test_hooks", ""),
+    "recipes: start with their policies' published configs, up to the first process": (
+        "subclasses",
+        "test_recipes",
+        "test_it_starts",
+    ),
+    "policy families: a draft of every kind, or the line that says why not": (
+        "subclasses",
+        "test_recipes",
+        "test_every_",
+    ),
+    "policy families: as the pinned engine's source has them": ("subclasses", "test_engine_families", ""),
     "recipes: valid against upstream's own schema": ("subclasses", "test_recipes", ""),
     "draft loss: one pass equals upstream's own EAGLE-3": ("subclasses", "test_policy_worker", "test_one_pass"),
     "policy worker: steps of upstream's own train in all layouts, refit stream, checkpoints": (

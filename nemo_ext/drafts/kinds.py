@@ -15,6 +15,7 @@ from nemo_ext.drafts.block_config import BlockConfig
 from nemo_ext.drafts.block_folder import check_block_folder
 from nemo_ext.drafts.eagle3_config import Eagle3Config
 from nemo_ext.drafts.eagle3_folder import check_draft_folder
+from nemo_ext.drafts.fresh_sizes import fresh_sizes
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +64,7 @@ class Eagle3Kind:
 
     def fresh_shape(self, draft, policy):
         return Eagle3Config.for_policy(
-            policy,
+            fresh_sizes(policy),
             _taps(draft, policy),
             num_layers=draft.num_layers or 1,
             draft_vocab_size=draft.draft_vocab_size,
@@ -119,7 +120,7 @@ class BlockKind:
     def fresh_shape(self, draft, policy):
         return BlockConfig.for_policy(
             self._name,
-            policy,
+            fresh_sizes(policy),
             _taps(draft, policy),
             gamma=draft.gamma,
             mask_token_id=draft.mask_token_id,

@@ -14,7 +14,10 @@ from nemo_ext.config import ConfigError, DraftConfig, default_taps, show
 from nemo_ext.drafts.block_formats import vllm_form
 from nemo_ext.drafts.block_import import import_block_draft
 from nemo_ext.drafts.folder import CONFIG, WEIGHTS
+from nemo_ext.drafts.fresh_sizes import fresh_sizes
 from nemo_ext.drafts.kinds import Shape, kind_of, uneven_line
+from nemo_ext.nemo_rl.config import upstream_version
+from nemo_ext.nemo_rl.families import refusal
 from nemo_ext.nemo_rl.support import at
 
 START = "draft_start"
@@ -33,11 +36,13 @@ def starting_folder(draft: DraftConfig, policy: Mapping[str, Any], checkpoint_di
         ConfigError: a line for everything that does not fit.
     """
     config = policy_hf_config(policy)
+    if line := refusal(config.get("architectures"), draft.speculator_type, upstream_version()):
+        raise ConfigError(line)
     longest = policy["max_total_sequence_length"]
     own = Path(checkpoint_dir) / START
     was_there = own.exists()
     if draft.model_name is None:
-        shape = _fresh_shape(draft, config)
+        shape = _fresh_shape(draft, config, longest)
         _write(own, shape.to_hf(), lambda: kind_of(draft).fresh_tensors(shape, 0))
         folder = own
     else:
@@ -107,16 +112,24 @@ def draft_of_folder(folder: str | Path, draft: DraftConfig, policy: Mapping[str,
 def policy_hf_config(policy: Mapping[str, Any]) -> dict:
     """The policy's Hugging Face config as a dict, with `policy.hf_config_overrides`. Raises ConfigError if it is not of a
     text model with plain logits."""
-    from transformers import AutoConfig
+    import transformers
 
     overrides = policy.get("hf_config_overrides") or {}
-    config = AutoConfig.from_pretrained(policy["model_name"], trust_remote_code=True, **overrides)
+    try:
+        config = transformers.AutoConfig.from_pretrained(policy["model_name"], trust_remote_code=True, **overrides)
+    except (ValueError, OSError) as error:
+        raise ConfigError(
+            f"policy.model_name is {policy['model_name']}, whose config transformers {transformers.__version__} cannot read "
+            f"({str(error).splitlines()[0]}); give a folder that brings its own configuration code, or a transformers that "
+            "knows the model"
+        ) from None
     if config.get_text_config() is not config:
         raise ConfigError(
             f"policy.model_name is {policy['model_name']}, a multimodal model ({config.model_type}) that lays out its rows by "
-            "itself; drafts train beside text models only"
+            "itself; drafts train beside text models only, so set policy.draft.enabled to false"
         )
-    found = config.to_dict()
+    # Nemotron-H's class computes its number of layers, and leaves it out of the dict.
+    found = {"num_hidden_layers": getattr(config, "num_hidden_layers", None)} | config.to_dict()
     lines = [
         f"policy.model_name is {policy['model_name']}, whose config has {key} {show(found[key])}; a draft's teacher is the "
         f"plain output layer, so train drafts beside models with {show(plain)} only"
@@ -128,10 +141,14 @@ def policy_hf_config(policy: Mapping[str, Any]) -> dict:
     return found
 
 
-def _fresh_shape(draft: DraftConfig, policy: dict) -> Shape:
-    """Of a draft that starts from random weights, shaped like the policy's layers. Raises ConfigError."""
+def _fresh_shape(draft: DraftConfig, policy: dict, longest: int) -> Shape:
+    """Of a draft that starts from random weights, by the rules of `fresh_sizes`. Raises ConfigError.
+
+    Its positions reach as far as the run's sequences, which a policy with scaled positions may outgrow.
+    """
     kind = kind_of(draft)
-    lines = list(kind.fresh_lines(draft, policy))
+    sizes = fresh_sizes(policy | {"max_position_embeddings": max(policy.get("max_position_embeddings") or 0, longest)})
+    lines = list(kind.fresh_lines(draft, sizes))
     if draft.draft_vocab_size is not None:
         lines.append(
             f"policy.draft.draft_vocab_size is {draft.draft_vocab_size}, but a fresh draft knows no token counts to choose "
@@ -139,12 +156,7 @@ def _fresh_shape(draft: DraftConfig, policy: dict) -> Shape:
         )
     if lines:
         raise ConfigError(*lines)
-    # What the configs of some families leave to be told, or call by another name.
-    told = {
-        "head_dim": policy["hidden_size"] // policy["num_attention_heads"],
-        "rms_norm_eps": policy.get("layer_norm_epsilon", 1e-6),
-    }
-    return kind.fresh_shape(draft, told | {key: value for key, value in policy.items() if value is not None})
+    return kind.fresh_shape(draft, sizes)
 
 
 def _write(folder: Path, config: dict, tensors: Callable[[], Mapping[str, Any]]) -> None:
