@@ -22,7 +22,8 @@ class BlockConfig:
         gamma: tokens that a block drafts.
         layer_types: `full_attention` or `sliding_attention` per layer.
         sliding_window: keys at this distance from the slot or further are not seen by sliding layers.
-        causal: whether a slot sees earlier slots only, in all layers; None: in sliding layers it does, in full ones not.
+        causal: whether a slot sees earlier slots only, in all layers; None, which only a mixture of layers has: in sliding
+            layers it does, in full ones not.
         logit_scale: what the draft's logits are multiplied by. A target's soft cap is not among what these drafts are
             served with.
         sample_from_anchor: the anchor's own slot predicts too (DSpark), so that a block has gamma rows and not gamma + 1.
@@ -86,8 +87,9 @@ class BlockConfig:
     ) -> "BlockConfig":
         """A fresh draft of layers shaped like the policy's, from its Hugging Face config.
 
-        With a `sliding_window` every layer slides, since a mixture is served by vLLM's V2 runner only. `markov_rank` is
-        for DSpark, which also gets a confidence head over both features.
+        With a `sliding_window` every layer slides, since a mixture is served by vLLM's V2 runner only, and a DFlash draft
+        is causal; a DSpark draft is two-sided, which is how vLLM 0.25.1 serves all of them. `markov_rank` is for DSpark,
+        which also gets a confidence head over both features.
         """
         if kind == "dspark":
             flags = {"sample_from_anchor": True, "confidence_head": True, "confidence_with_markov": True} | flags
@@ -106,6 +108,7 @@ class BlockConfig:
             gamma=gamma,
             layer_types=(FULL if sliding_window is None else SLIDING,) * num_layers,
             sliding_window=sliding_window,
+            causal=kind == "dflash" and sliding_window is not None,
             rope_theta=rope_theta(policy),
             rms_norm_eps=policy["rms_norm_eps"],
             max_position_embeddings=policy["max_position_embeddings"],
@@ -158,7 +161,11 @@ class BlockConfig:
         return shape if kind == "dflash" else _with_heads(shape, config)
 
     def to_hf(self, dtype: str = "float32") -> dict:
-        """A `config.json` that vLLM serves."""
+        """A `config.json` that vLLM serves: 0.20.0, 0.25.1 and 0.32 read the same draft from it.
+
+        `causal` is written out wherever one word can say it, because the versions have other defaults for windows, and
+        the tapped layers stand in EAGLE's key too, which all of them read first and alike.
+        """
         ids = list(self.tap_layers)
         sliding = SLIDING in self.layer_types
         dflash: dict = {"mask_token_id": self.mask_token_id, "target_layer_ids": ids}
@@ -181,6 +188,7 @@ class BlockConfig:
             "block_size": self.block_size,
             "mask_token_id": self.mask_token_id,
             "target_layer_ids": ids,
+            "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in ids],
             "dflash_config": dflash,
             "layer_types": list(self.layer_types),
             # transformers drops the window without the flag, and would make its own layer types without ours.
@@ -265,6 +273,8 @@ def _attention(config: dict) -> tuple[tuple[str, ...], int | None, bool | None]:
             )
     else:
         window = None
+    if causal is None and len(set(types)) == 1:
+        causal = types[0] == SLIDING
     return tuple(types), window, None if causal is None else bool(causal)
 
 

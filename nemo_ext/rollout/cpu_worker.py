@@ -1,21 +1,23 @@
-"""vLLM's CPU worker, able to be refreshed in place: its linear layers keep their weights. It serves DSpark too."""
+"""vLLM's CPU worker, able to be refreshed in place: its linear layers keep their weights. It serves DSpark too.
+
+It works with vLLM 0.20.0 (which does not know DSpark), 0.25.1 and 0.32.
+"""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from nemo_ext.rollout.context_norm_fix import correct_context_norm
-from nemo_ext.rollout.dspark_cpu_proposer import DSparkCpuProposer, dspark_proposer
 
 
 @contextmanager
 def plain_linear() -> Iterator[None]:
     """While models load: 2-D weights are used by torch's linear as they are, not repacked and emptied.
 
-    Stock vLLM (0.32, `dispatch_cpu_unquantized_gemm`) hands each weight to a packed kernel and drops the original; a
+    Stock vLLM (`dispatch_cpu_unquantized_gemm`) hands each weight to a packed kernel and drops the original; a
     later load finds an empty parameter, or (lm_head) fills one that nothing reads. Quantised layers and the 3-D
     weights of experts and convolutions go their own way still.
     """
@@ -39,11 +41,14 @@ class RefreshableCPUWorker(CPUWorker):
 
     def init_device(self) -> None:
         speculative = self.vllm_config.speculative_config
-        dspark = speculative is not None and speculative.use_dspark()
-        with dspark_proposer() if dspark else nullcontext():
+        if speculative is None or speculative.method != "dspark":
             super().init_device()
-        drafter = getattr(self.model_runner, "drafter", None)
-        if isinstance(drafter, DSparkCpuProposer) and not drafter.sample_from_anchor:
+            return
+        from nemo_ext.rollout.dspark_cpu_proposer import dspark_proposer
+
+        with dspark_proposer():
+            super().init_device()
+        if not self.model_runner.drafter.sample_from_anchor:
             # The runner leaves room for the drafted tokens; such a block has one row more.
             self.model_runner.effective_drafter_max_model_len -= 1
 

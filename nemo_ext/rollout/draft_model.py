@@ -1,12 +1,14 @@
 """vLLM's draft model: where it is, how it is loaded into in place, and how its head stays apart from the target's.
 
-Facts about vLLM 0.32 that the code answers to:
+Facts about vLLM that the code answers to, of 0.20.0, 0.25.1 and 0.32 unless a version is named:
 - The V1 runner keeps it at `drafter.model`, the V2 runner at `speculator.model`.
 - One load_weights call must bring all draft tensors: DSpark drops its confidence head in a call that has none.
 - DFlash and DSpark allocate their fused key-value weights anew at each load, while a CUDA graph keeps reading the old.
 - A head (or embedding) that is absent from the checkpoint, or equal to the target's when it is loaded, becomes the
   target's own module; a later load of the draft's then changes what the target computes.
 - The EAGLE-3 loader does not notice a tensor that is missing from the checkpoint.
+- 0.20.0 and 0.25.1 give every EAGLE-3 draft a `draft_id_to_target_id`, which a checkpoint of the whole vocabulary leaves
+  at zero, the identity; 0.32 has none then.
 """
 
 import copy
@@ -23,6 +25,8 @@ SHAREABLE = {"lm_head.weight": "lm_head", "embed_tokens.weight": "model.embed_to
 # Parameters that checkpoints may leave alone: every EAGLE-3 layer of vLLM has a hidden_norm, of which only the first
 # one's is read; a DFlash mask embedding is read only where a file of its own brought it.
 UNREAD = re.compile(r"layers\.[1-9]\d*\.hidden_norm\.|mask_embedding$")
+# Offsets from draft ids to target ids. A draft over the whole vocabulary has none in its checkpoint.
+VOCABULARY_MAP = "draft_id_to_target_id"
 UNWRITTEN_INT = torch.iinfo(torch.int64).min
 
 
@@ -151,7 +155,8 @@ def derived_tensors(model: nn.Module) -> dict[tuple[nn.Module, str], torch.Tenso
 def verify_loading(draft: nn.Module, target: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Loads the draft checkpoint over poisoned parameters: each element that is the draft's own must be written.
 
-    Afterwards the draft holds that checkpoint.
+    Afterwards the draft holds that checkpoint. A vocabulary map that the checkpoint leaves alone keeps its value, which
+    must be the identity.
 
     Raises:
         RefreshError: names the parameters that cannot be written, or that the checkpoint leaves as they were made.
@@ -168,11 +173,22 @@ def verify_loading(draft: nn.Module, target: nn.Module, tensors: Iterable[tuple[
             f"draft parameter {emptied[0]} was repacked and emptied when it was loaded; "
             "set worker_cls to nemo_ext.rollout.cpu_worker.RefreshableCPUWorker"
         )
+    maps = {name: p for name, p in own.items() if name.endswith(VOCABULARY_MAP) and not p.any()}
+    kept = {name: p.detach().clone() for name, p in maps.items()}
     for parameter in own.values():
         parameter.data.fill_(float("nan") if parameter.is_floating_point() else UNWRITTEN_INT)
-    load_in_place(draft, tensors)
-    unwritten = [
-        name for name, p in own.items() if (p.isnan().any() if p.is_floating_point() else (p == UNWRITTEN_INT).any())
-    ]
+    try:
+        load_in_place(draft, tensors)
+    finally:
+        unwritten = {
+            name
+            for name, p in own.items()
+            if (p.isnan().any() if p.is_floating_point() else (p == UNWRITTEN_INT).any())
+        }
+        for name in unwritten & kept.keys():
+            own[name].data.copy_(kept[name])
+    unwritten -= {name for name, p in maps.items() if len(p) == draft.config.vocab_size}
     if unwritten:
-        raise RefreshError(f"the draft checkpoint leaves {', '.join(unwritten)} without a value; export it whole")
+        raise RefreshError(
+            f"the draft checkpoint leaves {', '.join(sorted(unwritten))} without a value; export it whole"
+        )

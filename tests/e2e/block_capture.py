@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from nemo_ext.rollout.engine import RolloutEngine
+from tests.e2e.capture import model_runner
 
 
 @dataclass
@@ -52,9 +53,8 @@ def capture_blocks(
     Returns:
         (blocks in the order made, generated ids of each prompt). A sequence's last block may reach past its end.
     """
-    worker = engine._llm.collective_rpc(lambda worker: worker)[0]
     blocks: list[Block] = []
-    with _recording(worker.model_runner, blocks):
+    with _recording(model_runner(engine), blocks):
         rollouts = engine.generate(prompt_token_ids, temperature=0.0, max_new_tokens=max_new_tokens)
     return blocks, [sample.token_ids for sample in rollouts.samples]
 

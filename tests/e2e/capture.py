@@ -44,11 +44,19 @@ def capture_proposals(
     Returns:
         (proposals in the order made, generated ids of each prompt). A sequence's last proposal may reach past its end.
     """
-    worker = engine._llm.collective_rpc(lambda worker: worker)[0]
     proposals: list[Proposal] = []
-    with _recording(worker.model_runner, proposals):
+    with _recording(model_runner(engine), proposals):
         rollouts = engine.generate(prompt_token_ids, temperature=0.0, max_new_tokens=max_new_tokens)
     return proposals, [sample.token_ids for sample in rollouts.samples]
+
+
+def model_runner(engine):
+    """The runner inside a `RolloutEngine`, or inside a `tests.upstream.served.Served`."""
+    return (
+        engine.runner
+        if hasattr(engine, "runner")
+        else engine._llm.collective_rpc(lambda worker: worker)[0].model_runner
+    )
 
 
 @contextmanager

@@ -5,8 +5,8 @@ import pytest
 from nemo_ext.cli import main
 from nemo_ext.local.hf_folder import read_hf_folder
 from tests.e2e.conftest import Model
-from tests.e2e.test_block_train_is_serve import assert_serves_what_was_trained, training_draft
 from tests.e2e.test_train import EXAMPLE, train
+from tests.train_is_serve import assert_block_is_served, block_draft
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 LAYOUTS = {
@@ -66,4 +66,4 @@ def test_the_export_serves_what_was_trained(straight, go, start_engine):
         Model(go.root / "out" / "draft", config, tensors),
         max_model_len=64,
     )
-    assert_serves_what_was_trained(engine, training_draft(config, tensors), policy)
+    assert_block_is_served(engine, block_draft(config, tensors), policy)
