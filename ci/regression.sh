@@ -4,14 +4,19 @@
 #   bash ci/regression.sh [--upstream PATH|URL] [--version v0.7.0|main]
 #
 # Without --upstream: the clone that an earlier run has kept, else https://github.com/NVIDIA-NeMo/RL. PATH is any clone that has
-# the pinned commits; it is read and never changed. Without --version: all versions. What ran is told in plain lines at the
-# end. Where upstream or the environment is out of reach: a line `SKIPPED: ...`, and exit code 0. Everything is kept in
-# .cache/regression.
+# the pinned commits; it is read and never changed. Without --version: all versions. Each version runs with the vLLM that it
+# pins. What ran is told in plain lines at the end. Where upstream or the environment is out of reach: a line `SKIPPED: ...`,
+# and exit code 1, or 0 where ALLOW_SKIP is 1. Clones and results are kept in .cache/regression, the environment in
+# ~/.cache/nemo_ext (ci/regression/environment.sh).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 usage() { sed -n '4s/^# *//p' "$0" >&2; }
-skip() { echo "SKIPPED: $*"; exit 0; }
+skip() {
+  echo "SKIPPED: $*"
+  [[ ${ALLOW_SKIP:-0} == 1 ]] || { echo "error: a skipped check is a failed one; set ALLOW_SKIP=1 to allow it" >&2; exit 1; }
+  exit 0
+}
 
 upstream="" wanted=""
 while (($#)); do
@@ -44,17 +49,18 @@ while read -r version commit; do
   skip "upstream not reachable"
 done <<<"$pins"
 
-reason=$(bash ci/regression/environment.sh 2>&1 >/dev/null) || skip "$reason"
+environment=$(bash ci/regression/environment.sh 2>"$root/environment.log") || skip "$(tail -n 1 "$root/environment.log")"
 
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false NVTE_FRAMEWORK=pytorch TORCHDYNAMO_DISABLE=1
-export PYTHONDONTWRITEBYTECODE=1 CUDA_VISIBLE_DEVICES="" RAY_USAGE_STATS_ENABLED=0
+export PYTHONDONTWRITEBYTECODE=1 CUDA_VISIBLE_DEVICES=-1 RAY_USAGE_STATS_ENABLED=0
 stubs=$PWD/ci/regression/stubs
-python=$root/env/bin/python
+python=$environment/env/bin/python
+megatron=$environment/megatron
 racy=$PWD/ci/regression/upstream_tests/racy.txt
 failed=0
 trap 'jobs -p | xargs -r kill 2>/dev/null || true' EXIT
 # Ended from outside: what had failed by then has failed.
-trap 'exit $((failed ? 1 : 124))' TERM
+trap "exit 1" TERM
 
 # tests RESULT PYTEST...: JUnit results in $results/RESULT.xml.
 tests() {
@@ -66,18 +72,31 @@ tests() {
 upstream_tests() {
   (
     cd "$2"
-    export PYTHONPATH=$stubs:$2:$root/megatron
+    export PYTHONPATH=$stubs:$2:$megatron
     tests "$1" "$python" -m pytest -p upstream_run -p no:cacheprovider -o addopts= --noconftest -q --timeout 60 \
       $(sed 's/ .*//; s/^/--deselect=/' "$racy") $(cut -d' ' -f2 "$3")
   )
 }
 
-# our_tests NAME PYTHON FILE...: this package's tests against the patched checkout.
+# our_tests NAME FILE...: this package's tests against the patched checkout.
 our_tests() {
-  local name=$1 interpreter=$2; shift 2
-  export PYTHONPATH=$stubs:$patched:$megatron:$PWD NEMO_RL_UPSTREAM=$patched NEMO_RL_PRISTINE=$pristine
-  tests "$name" "$interpreter" -m pytest -q -p no:cacheprovider --timeout 400 "$@"
-  unset PYTHONPATH NEMO_RL_UPSTREAM NEMO_RL_PRISTINE
+  (
+    local name=$1; shift
+    export PYTHONPATH=$stubs:$patched:$megatron:$PWD NEMO_RL_UPSTREAM=$patched NEMO_RL_PRISTINE=$pristine
+    export NEMO_EXT_ENGINE_SOURCE=$engine
+    tests "$name" "$python" -m pytest -q -p no:cacheprovider --timeout 400 "$@"
+  )
+}
+
+# engine_tests NAME FILE...: the same with the version's engine: vLLM's V1 runner on a CPU. Without a GPU vLLM does without
+# Triton; what kernels the tests take from it run in its interpreter.
+engine_tests() {
+  (
+    local name=$1; shift
+    export PYTHONPATH=$stubs:$patched:$engine:$megatron:$PWD NEMO_RL_UPSTREAM=$patched NEMO_RL_PRISTINE=$pristine
+    export TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=0
+    tests "$name" "$python" -m pytest -q -p no:cacheprovider --timeout 400 "$@"
+  )
 }
 
 declare -A seconds
@@ -89,11 +108,14 @@ while read -r version commit; do
   for checkout in "$pristine" "$patched"; do
     git -C "$clone" archive "$commit" | tar -x -C "$checkout"
   done
-  echo "== $version: patches, hooks, subclasses"
+  engine=$environment/vllm-$(.venv/bin/python -c "from nemo_ext.nemo_rl.families import ENGINES as e; print(e['$version'].split()[1])")
+  echo "== $version: patches, hooks, subclasses, and its engine ${engine##*/vllm-}"
   .venv/bin/nemo-ext patch apply --upstream "$patched"
-  megatron=$root/megatron our_tests subclasses "$python" tests/upstream/test_patches.py tests/upstream/test_hooks.py \
-    tests/upstream/test_recipes.py tests/upstream/test_policy_worker.py
-  megatron= our_tests backend .venv/bin/python tests/upstream/test_backend.py
+  PYTHONPATH=$engine VLLM_LOGGING_LEVEL=ERROR "$python" -c 'import vllm; print(vllm.__version__)' >"$results/engine.txt" 2>/dev/null
+  engine_tests engine tests/upstream/test_backend.py tests/upstream/test_train_is_serve.py &
+  our_tests subclasses tests/upstream/test_patches.py tests/upstream/test_hooks.py tests/upstream/test_recipes.py \
+    tests/upstream/test_engine_families.py tests/upstream/test_engine_facts.py tests/upstream/test_policy_worker.py
+  wait $!
   seconds[$version]=$((SECONDS - started))
   .venv/bin/python ci/regression/told.py subclasses "$results" "$version" || failed=1
 done <<<"$pins"

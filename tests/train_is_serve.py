@@ -122,14 +122,16 @@ def assert_eagle3_is_served(engine, draft: Eagle3Draft, policy: dict) -> list[Pr
     return proposals
 
 
-def assert_block_is_served(engine, draft: DFlashDraft, policy: dict, max_new_tokens: int = 12) -> list[Block]:
-    """Compares every slot of every block, and returns the blocks."""
+def assert_block_is_served(
+    engine, draft: DFlashDraft, policy: dict, max_new_tokens: int = 12, *, confidence: bool = True
+) -> list[Block]:
+    """Compares every slot of every block, and returns the blocks. `confidence`: whether this engine has that head."""
     blocks, _ = capture_blocks(engine, PROMPTS, max_new_tokens=max_new_tokens)
     assert len(blocks) > 6
     for block in blocks:
         logits_KV, confidence_K = block_outputs(draft, block, policy)
         torch.testing.assert_close(block.logits_KV, logits_KV, atol=TOLERANCE, rtol=0)
-        assert (block.confidence_K is None) == (confidence_K is None)
-        if confidence_K is not None:
+        assert (block.confidence_K is None) == (confidence_K is None or not confidence)
+        if block.confidence_K is not None:
             torch.testing.assert_close(block.confidence_K, confidence_K, atol=TOLERANCE, rtol=0)
     return blocks

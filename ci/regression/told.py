@@ -50,7 +50,22 @@ LINES = {
         "test_policy_worker",
         "",
     ),
-    "backend: refits of a real vLLM engine through both transports": ("backend", "test_backend", ""),
+    "facts of the engine that no CPU runs, by reading its source": ("subclasses", "test_engine_facts", ""),
+    "{engine}: refits of EAGLE-3 through both transports, announcement, torn and wrong streams, accepted length": (
+        "engine",
+        "test_backend",
+        "",
+    ),
+    "{engine}: EAGLE-3, train = serve at every depth, before and after refits; what cannot be is refused": (
+        "engine",
+        "test_train_is_serve",
+        "test_eagle3",
+    ),
+    "{engine}: DFlash and DSpark, train = serve in every slot, before and after refits; what cannot be is refused": (
+        "engine",
+        "test_train_is_serve",
+        "test_block",
+    ),
 }
 
 
@@ -69,13 +84,14 @@ def outcomes(file: Path) -> dict[tuple[str, str], str]:
 def subclasses(results: Path, version: str) -> tuple[list[str], bool]:
     """Lines about this package's own tests, and whether all is well."""
     files = read_patch_set(PATCHES / version).files
+    engine = "vLLM " + (results / "engine.txt").read_text().strip() + " on a CPU"
     inserted = sum(len(one.lines) for file in files for one in file.insertions)
-    left = {name: outcomes(results / f"{name}.xml") for name in ("subclasses", "backend")}
+    left = {name: outcomes(results / f"{name}.xml") for name in ("subclasses", "engine")}
     lines, good = [], True
     for text, (name, module, prefix) in LINES.items():
         of_line = [key for key in left[name] if key[0].endswith("." + module) and key[1].startswith(prefix)]
         counts = Counter(left[name].pop(key) for key in of_line)
-        text = text.format(patches=f" {len(files)} ({inserted} lines)")
+        text = text.format(patches=f" {len(files)} ({inserted} lines)", engine=engine)
         lines.append(f"{text}: " + (", ".join(f"{counts[kind]} {kind}" for kind in counts) or "did not run"))
         good &= set(counts) == {"passed"}
     rest = {key: kind for name in left for key, kind in left[name].items()}

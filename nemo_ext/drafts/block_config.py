@@ -22,8 +22,8 @@ class BlockConfig:
         gamma: tokens that a block drafts.
         layer_types: `full_attention` or `sliding_attention` per layer.
         sliding_window: keys at this distance from the slot or further are not seen by sliding layers.
-        causal: whether a slot sees earlier slots only, in all layers; None, which only a mixture of layers has: in sliding
-            layers it does, in full ones not.
+        causal: whether a slot sees earlier slots only, in all layers. None stands for vLLM 0.32's default: in sliding layers
+            it does, in full ones not; only a mixture of layers keeps it, for others it becomes what it says.
         logit_scale: what the draft's logits are multiplied by. A target's soft cap is not among what these drafts are
             served with.
         sample_from_anchor: the anchor's own slot predicts too (DSpark), so that a block has gamma rows and not gamma + 1.
@@ -53,6 +53,10 @@ class BlockConfig:
     markov_rank: int = 0
     confidence_head: bool = False
     confidence_with_markov: bool = False
+
+    def __post_init__(self):
+        if self.causal is None and len(set(self.layer_types)) == 1:
+            object.__setattr__(self, "causal", self.layer_types[0] == SLIDING)
 
     @property
     def reduced_vocab(self) -> bool:
@@ -108,7 +112,7 @@ class BlockConfig:
             gamma=gamma,
             layer_types=(FULL if sliding_window is None else SLIDING,) * num_layers,
             sliding_window=sliding_window,
-            causal=kind == "dflash" and sliding_window is not None,
+            causal=False if kind == "dspark" else None,
             rope_theta=rope_theta(policy),
             rms_norm_eps=policy["rms_norm_eps"],
             max_position_embeddings=policy["max_position_embeddings"],
@@ -273,8 +277,6 @@ def _attention(config: dict) -> tuple[tuple[str, ...], int | None, bool | None]:
             )
     else:
         window = None
-    if causal is None and len(set(types)) == 1:
-        causal = types[0] == SLIDING
     return tuple(types), window, None if causal is None else bool(causal)
 
 

@@ -33,6 +33,15 @@ def vllm_form(config: dict) -> dict:
     return nested | {key: value for key, value in config.items() if value is not None or key not in nested}
 
 
+def read_alike(config: dict) -> bool:
+    """Whether vLLM 0.20.0, 0.25.1 and 0.32 all read the same draft from a `config.json`: it is in vLLM's form, names the
+    tapped layers under EAGLE's key, and says whether it is causal (which a mixture of layers cannot, in one word)."""
+    mixed = len(set(config.get("layer_types") or [])) > 1
+    causal = (config.get("dflash_config") or {}).get("causal")
+    taps = config.get("eagle_aux_hidden_state_layer_ids")
+    return vllm_form(config) == config and bool(taps) and (mixed or causal is not None)
+
+
 def _from_speculators(config: dict) -> dict:
     """Speculators' form. Full layers are bidirectional there and sliding ones causal unless the flag says otherwise; vLLM
     0.32 reads the flag as the direction of all layers, which is not what such a draft was trained with."""

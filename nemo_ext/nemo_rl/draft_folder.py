@@ -11,12 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nemo_ext.config import ConfigError, DraftConfig, default_taps, show
-from nemo_ext.drafts.block_formats import vllm_form
+from nemo_ext.drafts.block_formats import read_alike
 from nemo_ext.drafts.block_import import import_block_draft
 from nemo_ext.drafts.folder import CONFIG, WEIGHTS
 from nemo_ext.drafts.fresh_sizes import fresh_sizes
 from nemo_ext.drafts.kinds import Shape, kind_of, uneven_line
 from nemo_ext.nemo_rl.config import upstream_version
+from nemo_ext.nemo_rl.engines import engine_lines
 from nemo_ext.nemo_rl.families import refusal
 from nemo_ext.nemo_rl.support import at
 
@@ -54,7 +55,7 @@ def starting_folder(draft: DraftConfig, policy: Mapping[str, Any], checkpoint_di
     try:
         shape = kind_of(draft).folder_shape(folder, draft, config, longest)
         tp = at(policy, "megatron_cfg.tensor_model_parallel_size") or 1
-        if lines := list(uneven_line(tp, shape)):
+        if lines := [*uneven_line(tp, shape), *engine_lines(shape, upstream_version())]:
             raise ConfigError(*lines)
     except ConfigError as error:
         if folder != own or was_there:
@@ -62,7 +63,7 @@ def starting_folder(draft: DraftConfig, policy: Mapping[str, Any], checkpoint_di
         shutil.rmtree(own)
         raise ConfigError(*(line.replace(str(own), str(draft.model_name)) for line in error.lines)) from None
     found = json.loads((folder / CONFIG).read_text())
-    if draft.speculator_type != "eagle3" and vllm_form(found) != found:
+    if draft.speculator_type != "eagle3" and not read_alike(found):
         served, tensors = import_block_draft(found, load_file(folder / WEIGHTS))
         _write(own, served, lambda: tensors)
         folder = own
@@ -81,8 +82,12 @@ def _whole_eagle3(folder: Path, draft: DraftConfig, policy: dict, own: Path) -> 
     eagle = config.get("eagle_config") or {}
     told = config.get(_TAP_IDS) or eagle.get(_TAP_IDS)
     pickled = not (folder / WEIGHTS).is_file() and (folder / _PICKLE).is_file()
-    if told and not pickled:
+    # vLLM 0.20.0 looks for this flag at the top only.
+    nested = bool(eagle.get("norm_before_fc")) and not config.get("norm_before_fc")
+    if told and not pickled and not nested:
         return folder
+    if nested:
+        config["norm_before_fc"] = True
     if not told:
         ids = [layer + 1 for layer in draft.aux_layer_indices or default_taps(policy["num_hidden_layers"])]
         config |= {_TAP_IDS: ids, "eagle_config": {**eagle, _TAP_IDS: ids}}

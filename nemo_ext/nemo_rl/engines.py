@@ -1,6 +1,7 @@
 """What the vLLM of each pinned NeMo-RL serves otherwise than it would be trained, by name.
 
-Each line was found in the engine's source and is held by `tests/upstream/test_train_is_serve.py` on the engine itself.
+Each line is held on the engine itself by `tests/upstream/test_train_is_serve.py`, but for DSpark's, which is held by reading
+(`test_engine_facts.py`).
 """
 
 from collections.abc import Iterator
@@ -8,9 +9,8 @@ from collections.abc import Iterator
 from nemo_ext.drafts.block_config import FULL, SLIDING, BlockConfig
 from nemo_ext.drafts.eagle3_config import Eagle3Config
 from nemo_ext.drafts.kinds import Shape
+from nemo_ext.nemo_rl.families import ENGINES
 from nemo_ext.nemo_rl.support import MAIN, V070
-
-ENGINES = {V070: "vLLM 0.20.0", MAIN: "vLLM 0.25.1"}
 
 
 def engine_lines(shape: Shape, version: str | None) -> Iterator[str]:
@@ -21,8 +21,8 @@ def engine_lines(shape: Shape, version: str | None) -> Iterator[str]:
     limits = {(V070, Eagle3Config): _eagle3_v070, (V070, BlockConfig): _block_v070, (MAIN, BlockConfig): _block_main}
     find = limits.get((version, type(shape)))
     if find is not None:
-        for line in find(shape):
-            yield f"{line.format(engine=f'the {ENGINES[version]} of NeMo-RL {version}')}"
+        engine = f"the {ENGINES[version]} of NeMo-RL {version}"
+        yield from (line.format(engine=engine) for line in find(shape))
 
 
 def _eagle3_v070(shape: Eagle3Config) -> Iterator[str]:
@@ -41,9 +41,6 @@ def _eagle3_v070(shape: Eagle3Config) -> Iterator[str]:
 
 
 def _block_v070(shape: BlockConfig) -> Iterator[str]:
-    if shape.kind == "dspark":
-        yield "policy.draft.speculator_type is dspark, which {engine} does not serve; set dflash or eagle3"
-        return
     if SLIDING in shape.layer_types:
         yield (
             f"policy.draft.sliding_window is {shape.sliding_window}, but {{engine}} knows no window in a DFlash draft and "

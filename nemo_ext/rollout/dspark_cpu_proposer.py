@@ -94,7 +94,7 @@ class DSparkCpuProposer(DFlashProposer):
         offsets_U = self.model.draft_id_to_target_id
         if offsets_U is None:
             return logits_BU
-        logits_BV = logits_BU.new_full((len(logits_BU), self.model.target_vocab_size), -torch.inf)
+        logits_BV = logits_BU.new_full((len(logits_BU), self.model.config.vocab_size), -torch.inf)
         logits_BV[:, torch.arange(len(offsets_U), device=offsets_U.device) + offsets_U] = logits_BU
         return logits_BV
 
@@ -119,8 +119,14 @@ def as_dflash(vllm_config: VllmConfig) -> VllmConfig:
 
 @contextmanager
 def dspark_on_v1() -> Iterator[None]:
-    """While an engine is configured: V1 runners take DSpark. All else that they do not support stays refused."""
-    stock = VllmConfig._get_v1_model_runner_unsupported_features
+    """While an engine is configured: V1 runners take DSpark. All else that they do not support stays refused.
+
+    vLLM 0.25.1 has no such list, and takes V1 where `VLLM_USE_V2_MODEL_RUNNER` is 0.
+    """
+    stock = getattr(VllmConfig, "_get_v1_model_runner_unsupported_features", None)
+    if stock is None:
+        yield
+        return
 
     def without_dspark(config: VllmConfig) -> list[str]:
         return [feature for feature in stock(config) if feature != V1_REFUSAL]

@@ -31,7 +31,7 @@ class Block:
         hidden_WH: [W, H] the backbone's output after its final norm; row j stands at position p+j.
         logits_KV: [K, V] what slot k (from 0) drafts x_{p+1+k} from: over the target vocabulary, -inf outside a reduced
             one, DSpark's Markov bias (of the token before, token_ids[p+k]) included.
-        confidence_K: [K] probabilities of vLLM's confidence head; None without one.
+        confidence_K: [K] probabilities of vLLM's confidence head; None without one (vLLM 0.25.1 reads none).
     """
 
     request: int
@@ -110,7 +110,7 @@ def _recording(runner, blocks: list[Block]):
             trunk = [rows[position] for position in range(anchor)]
             ids = [*(token for _, token in trunk), anchors[b], *drafted_BK[b].tolist()]
             confidence = None
-            if dspark and model.model.confidence_head is not None:
+            if dspark and getattr(model.model, "confidence_head", None) is not None:
                 previous_K = torch.tensor(ids[anchor : anchor + slots])
                 confidence = model.compute_confidence(hidden_BWH[b, -slots:], model.markov_embed(previous_K))
             blocks.append(

@@ -7,6 +7,7 @@ import contextlib
 import functools
 
 import torch
+import torch._dynamo  # takes torch's functions as it finds them, so it must come before they are replaced
 
 from nemo_ext.local import megatron_cpu  # noqa: F401
 
