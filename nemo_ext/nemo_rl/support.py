@@ -12,23 +12,41 @@ from nemo_ext.config import show
 V070, MAIN = "v0.7.0", "main-7ea279abf"
 VERSIONS = (V070, MAIN)
 
-# Features that work, with the setting that turns them on.
+_WORKER = "`test_policy_worker.py`: upstream's own `train` on CPU ranks, Megatron-core 0.19.2"
+_SERVED = "`test_train_is_serve.py` and `test_backend.py`: vLLM 0.20.0 and 0.25.1, V1 runner on a CPU; the V2 runner by reading"
+_REFIT = (
+    "`test_backend.py`: vLLM 0.20.0 and 0.25.1 on a CPU, both ends in one process; CUDA IPC, NCCL and sleep by reading"
+)
+
+# Features that work, with the setting that turns them on, and what shows it.
 SUPPORTED = (
-    ("GRPO, synchronous", "`examples/run_grpo.py`"),
-    ("GRPO, asynchronous", "`grpo.async_grpo.enabled`"),
-    ("EAGLE-3, training-time test", "`policy.draft.speculator_type: eagle3`"),
-    ("DFlash", "`policy.draft.speculator_type: dflash`"),
-    ("colocated generation (IPC refit)", "`policy.generation.colocated.enabled: true`"),
-    ("generation on GPUs of its own (collective refit)", "`policy.generation.colocated.enabled: false`"),
-    ("tensor, data and expert parallelism", "`policy.megatron_cfg.*_parallel_size`"),
-    ("sequence parallelism", "`policy.megatron_cfg.sequence_parallel`"),
-    ("context parallelism, with packing", "`policy.megatron_cfg.context_parallel_size`"),
-    ("pipeline parallelism", "`policy.megatron_cfg.pipeline_model_parallel_size`"),
-    ("sequence packing", "`policy.sequence_packing.enabled`"),
-    ("dynamic batching", "`policy.dynamic_batching.enabled`"),
-    ("activation recompute", "`policy.megatron_cfg.activation_checkpointing`"),
-    ("checkpoint save and resume", "`checkpointing.enabled`"),
-    ("a draft from a folder or the hub", "`policy.draft.model_name`"),
+    (
+        "GRPO, synchronous",
+        "`examples/run_grpo.py`",
+        "`test_hooks.py` as far as the first need of a GPU; the rest by reading",
+    ),
+    ("GRPO, asynchronous", "`grpo.async_grpo.enabled`", "by reading"),
+    ("EAGLE-3, training-time test", "`policy.draft.speculator_type: eagle3`", f"{_WORKER}; {_SERVED}"),
+    ("DFlash", "`policy.draft.speculator_type: dflash`", f"{_WORKER}; {_SERVED}"),
+    ("colocated generation (IPC refit)", "`policy.generation.colocated.enabled: true`", _REFIT),
+    ("generation on GPUs of its own (collective refit)", "`policy.generation.colocated.enabled: false`", _REFIT),
+    (
+        "tensor, data and expert parallelism",
+        "`policy.megatron_cfg.*_parallel_size`",
+        f"tensor and data: {_WORKER}; expert by reading",
+    ),
+    ("sequence parallelism", "`policy.megatron_cfg.sequence_parallel`", _WORKER),
+    ("context parallelism, with packing", "`policy.megatron_cfg.context_parallel_size`", _WORKER),
+    ("pipeline parallelism", "`policy.megatron_cfg.pipeline_model_parallel_size`", _WORKER),
+    ("sequence packing", "`policy.sequence_packing.enabled`", _WORKER),
+    ("dynamic batching", "`policy.dynamic_batching.enabled`", _WORKER),
+    ("activation recompute", "`policy.megatron_cfg.activation_checkpointing`", _WORKER),
+    ("checkpoint save and resume", "`checkpointing.enabled`", _WORKER),
+    (
+        "a draft from a folder or the hub",
+        "`policy.draft.model_name`",
+        "`test_recipes.py`; the download from the hub by reading",
+    ),
 )
 
 # Refused where they are found out, which is not in the settings alone.
@@ -55,6 +73,7 @@ class Limit:
         why: ends the error message, with what would work where that is not plain from `works`.
         versions: of upstream, in which it does not work.
         elsewhere: what the table says of the other versions.
+        shown: what shows that it works there.
     """
 
     feature: str
@@ -63,6 +82,7 @@ class Limit:
     why: str
     versions: tuple[str, ...] = VERSIONS
     elsewhere: str = "not in it"
+    shown: str = ""
 
     def broken(self, policy: Mapping[str, Any], version: str | None) -> str | None:
         """The error's line, or None. `version`: of upstream; None if it is not known, which is not held against a run."""
@@ -82,6 +102,8 @@ LIMITS = (
         "the vLLM of v0.7.0 does not serve it",
         versions=(V070,),
         elsewhere="yes",
+        shown=f"{_WORKER}; `test_train_is_serve.py`: the model of vLLM 0.25.1 on a CPU behind this package's proposer; its own "
+        "speculator, which needs a GPU, by reading (`test_engine_facts.py`)",
     ),
     Limit("DTensor policies", "megatron_cfg.enabled", (True,), "the draft trains beside a Megatron policy"),
     Limit("half-precision (float16) policies", "precision", ("float32", "bfloat16"), "the draft has no loss scaler"),
@@ -171,14 +193,15 @@ def at(section: Mapping[str, Any], path: str) -> Any:
 
 def table() -> str:
     """The support table, in Markdown."""
-    works = [f"| {feature} | {setting} | yes | yes |" for feature, setting in SUPPORTED]
-    fails = [f"| {feature} | {setting} | no: {why} | no |" for feature, setting, why in REFUSED]
+    works = [f"| {feature} | {setting} | yes | yes | {shown} |" for feature, setting, shown in SUPPORTED]
+    fails = [f"| {feature} | {setting} | no: {why} | no | |" for feature, setting, why in REFUSED]
     for one in LIMITS:
         told = [one.elsewhere if version not in one.versions else f"no: {one.why}" for version in VERSIONS]
         if told[0] == told[1]:
             told[1] = "no"
-        fails.append(f"| {one.feature} | `policy.{one.setting}` | {told[0]} | {told[1]} |")
-    return "\n".join(["| feature | setting | v0.7.0 | main 7ea279abf |", "|---|---|---|---|", *works, *fails])
+        fails.append(f"| {one.feature} | `policy.{one.setting}` | {told[0]} | {told[1]} | {one.shown} |")
+    head = ["| feature | setting | v0.7.0 | main 7ea279abf | a yes is shown by |", "|---|---|---|---|---|"]
+    return "\n".join([*head, *works, *fails])
 
 
 if __name__ == "__main__":
