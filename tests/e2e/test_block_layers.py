@@ -28,6 +28,7 @@ def test_every_way_to_say_it_resolves_as_in_vllm(tmp_path):
     base = make_config("dflash").to_hf()
     for key in ("layer_types", "use_sliding_window", "sliding_window", "max_window_layers"):
         del base[key]
+    del base["dflash_config"]["causal"]
     seen = set()
     for types, dflash, top in itertools.product(TYPES, DFLASH, TOP):
         config = base | top | {"dflash_config": base["dflash_config"] | dflash}
