@@ -91,8 +91,8 @@ while read -r version commit; do
   done
   echo "== $version: patches, hooks, subclasses"
   .venv/bin/nemo-ext patch apply --upstream "$patched"
-  megatron=$root/megatron our_tests subclasses "$python" tests/upstream/test_patches.py tests/upstream/test_hooks.py \
-    tests/upstream/test_recipes.py tests/upstream/test_policy_worker.py
+  megatron=$root/megatron our_tests subclasses "$python" tests/upstream/test_patches.py tests/upstream/test_drift.py \
+    tests/upstream/test_hooks.py tests/upstream/test_recipes.py tests/upstream/test_policy_worker.py
   megatron= our_tests backend .venv/bin/python tests/upstream/test_backend.py
   seconds[$version]=$((SECONDS - started))
   .venv/bin/python ci/regression/told.py subclasses "$results" "$version" || failed=1

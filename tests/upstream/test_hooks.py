@@ -9,7 +9,7 @@ import pytest
 from nemo_ext.config import ConfigError
 from nemo_ext.nemo_rl import hooks
 from tests.upstream.signatures import changed
-from tests.upstream.worker import UPSTREAM, master_config, policy_settings
+from tests.upstream.worker import master_config, policy_settings
 
 # isort: split
 from nemo_rl.algorithms import grpo
@@ -139,4 +139,4 @@ def test_the_engine_is_ours(folders, monkeypatch):
 
 
 def test_everything_of_upstreams_that_is_overridden_or_called_is_as_it_was_written_for():
-    assert changed(UPSTREAM) == []
+    assert changed() == []
