@@ -1,11 +1,14 @@
 """Tries the patches on commits of upstream between the pinned versions: which do they fit, and does what was applied work?
 
-    python ci/regression/drift.py --upstream CLONE [--commits N] [--environment DIR] [--out FILE]
+    python ci/regression/drift.py --upstream CLONE [--commits N] [--before N] [--only COMMIT ...] [--tests FILE ...]
+        [--environment DIR] [--out FILE]
 
-Every commit is checked. N of them (default 60), all that touch a patched file first and then an even spread, are patched
-with --accept-drift where the patches fit, pass tests/upstream/test_hooks.py, and are reverted to the very bytes. A commit
-whose files that the tests import are those of one that was run has its result without a run of its own. One JSON object a
-commit goes to FILE; the last lines say what came of it all. Exit code 1 if a commit was accepted and is broken.
+Every commit is checked, and so are --before N older ones. --commits N of them (default 60; all that touch a patched file
+first, then an even spread), and all that are taken for a pinned version by their hashes, are patched with --accept-drift
+where the patches fit, tested with tests/upstream/test_hooks.py or --tests, and reverted to the very bytes. A commit whose
+files that the tests import are those of one that was run has its result without a run of its own. One JSON object a commit
+goes to FILE, and what stands there already is not done again; the last lines say what came of it all. Exit code 1 if a
+commit was accepted and is broken.
 """
 
 import argparse
@@ -46,13 +49,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--upstream", type=Path, required=True, help="a clone that has the pinned commits and main")
     parser.add_argument("--commits", type=int, default=60, help="how many are patched and tested")
+    parser.add_argument("--before", type=int, default=0, help="how many commits from before the pins' merge base, too")
+    parser.add_argument("--only", nargs="+", default=[], help="these commits, instead of all")
+    parser.add_argument("--tests", nargs="+", default=[TESTS], help="test files of this repository")
     parser.add_argument("--environment", type=Path, default=HERE / ".cache/regression", help="has env and megatron")
     parser.add_argument("--out", type=Path, default=HERE / ".cache/regression/drift.jsonl")
     args = parser.parse_args(argv)
     sets = patch_sets()
     touched = patching.patched_paths(sets)
-    commits = list(history(args.upstream, sets))
-    chosen = spread(commits, touching(args.upstream, commits, touched), args.commits)
+    if args.only:
+        commits = [git(args.upstream, "rev-parse", f"{commit}^{{commit}}").strip() for commit in args.only]
+        chosen = set(commits)
+    else:
+        commits = list(history(args.upstream, sets, args.before))
+        chosen = spread(commits, touching(args.upstream, commits, touched), args.commits)
     done = {one["commit"]: one for one in read(args.out)}
     runs: dict[tuple, dict] = {}  # imported files -> what the tests said
     for index, commit in enumerate(commits):
@@ -63,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             export(args.upstream, commit, root)
             entry = {"commit": commit, "date": date(args.upstream, commit), **checked(root, sets)}
             if entry["fits"] and (commit in chosen or entry["pinned"]):
-                entry |= tried(root, args.environment, runs)
+                entry |= tried(root, args.environment, args.tests, runs)
         done[commit] = entry
         args.out.parent.mkdir(parents=True, exist_ok=True)
         with args.out.open("a") as file:
@@ -76,13 +86,14 @@ def git(clone: Path, *arguments: str) -> str:
     return subprocess.run(["git", "-C", str(clone), *arguments], capture_output=True, text=True, check=True).stdout
 
 
-def history(clone: Path, sets) -> Iterator[str]:
-    """Commits from the pins' merge base to the newer one, on the branch of the newer one; and the release branch's."""
+def history(clone: Path, sets, before: int) -> Iterator[str]:
+    """Commits from the pins' merge base to the newer one, on the branch of the newer one, and the release branch's;
+    and `before` older ones."""
     pins = sorted(
         (one.commit for one in sets), key=lambda commit: int(git(clone, "show", "-s", "--format=%ct", commit))
     )
     base = git(clone, "merge-base", *pins).strip()
-    yield base
+    yield from reversed(git(clone, "rev-list", "--first-parent", f"--max-count={before + 1}", base).split())
     for pin in reversed(pins):
         yield from git(clone, "rev-list", "--first-parent", "--reverse", f"{base}..{pin}").split()
 
@@ -137,7 +148,7 @@ def checked(root: Path, sets) -> dict:
     }
 
 
-def tried(root: Path, environment: Path, runs: dict[tuple, dict]) -> dict:
+def tried(root: Path, environment: Path, tests: Sequence[str], runs: dict[tuple, dict]) -> dict:
     """Applies, checks again, runs the tests, reverts."""
     sets = patch_sets()
     before = files(root)
@@ -147,7 +158,7 @@ def tried(root: Path, environment: Path, runs: dict[tuple, dict]) -> dict:
     known = next(
         (result for seen, result in runs.items() if fingerprint(root, [path for path, _ in seen]) == seen), None
     )
-    result = known or tested(root, environment)
+    result = known or tested(root, environment, tests)
     if known is None:
         runs[fingerprint(root, [*result["imported"], *configs(root)])] = result
     patching.revert(root, sets)
@@ -182,8 +193,8 @@ def sha256(path: Path) -> str | None:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
-def tested(root: Path, environment: Path) -> dict:
-    """The hooks' tests against the patched checkout, in the regression environment."""
+def tested(root: Path, environment: Path, tests: Sequence[str]) -> dict:
+    """The tests against the patched checkout, in the regression environment."""
     stubs = HERE / "ci/regression/stubs"
     imported = root.parent / "imported.txt"
     path = os.pathsep.join(map(str, (stubs, root, environment / "megatron", HERE)))
@@ -192,18 +203,17 @@ def tested(root: Path, environment: Path) -> dict:
     python = str(environment / "env/bin/python")
     done = subprocess.run(
         ["nice", "-n", "10", python, "-m", "pytest", "-p", "imported", "-p", "no:cacheprovider", "--timeout", "400"]
-        + ["-o", "addopts=", "-W", "ignore", TESTS],
+        + ["-o", "addopts=", "-W", "ignore", *tests],
         cwd=HERE,
         env=os.environ | FIXED | settings,
         capture_output=True,
         text=True,
     )
     last = done.stdout.strip().splitlines()
-    failed = [line for line in last if line.startswith(("FAILED", "ERROR"))]
+    failed = [line for line in last if line.startswith(("FAILED", "ERROR"))] or ["no test ran"]
     return {
         "tests": last[-1].strip("= ") if last else "nothing ran",
         "failed": failed if done.returncode else [],
-        "broken": done.returncode != 0,
         "imported": imported.read_text().split("\n") if imported.is_file() else [],
         "seconds": round(time.perf_counter() - started, 1),
     }

@@ -55,8 +55,8 @@ def _limits(policy: Mapping[str, Any]) -> Iterator[str]:
 
     A drifted version may have the settings of another pinned version already, or still, so it has the limits of all.
     """
+    lines = list(broken_limits(policy, upstream_version()))
     patches = _patches()
-    lines = list(broken_limits(policy, None if patches is None else patches.version))
     if patches is not None and patches.drifted:
         lines += broken_limits(policy, None)
     yield from dict.fromkeys(lines)

@@ -645,10 +645,10 @@ def test_a_fact_that_does_not_hold_is_a_line_with_its_reason(tmp_path, monkeypat
         "    def f(self, k):\n        self.c = self.f(k=self.g)\n        self.f(self.h(1, k))\n        return (k.x, k.y)\n"
     )
     monkeypatch.setattr(facts, "FACTS", [Fact("nemo_rl.one:A", what, (holds,), "why")])
-    if what in facts._WHOLE:
+    if what in facts.WHOLE:
         monkeypatch.setattr(facts, "FACTS", [Fact("nemo_rl.one:A", what, holds, "why")])
     assert list(facts.broken(Source(tmp_path))) == []
-    told = fails if what in facts._WHOLE else (fails,)
+    told = fails if what in facts.WHOLE else (fails,)
     monkeypatch.setattr(facts, "FACTS", [Fact("nemo_rl.one:A", what, told, "why")])
     (line,) = facts.broken(Source(tmp_path))
     assert line.startswith("nemo_rl.one:A no longer ") and line.endswith("; why")
