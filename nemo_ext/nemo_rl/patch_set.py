@@ -69,6 +69,7 @@ class PatchSet:
     Attributes:
         version: of upstream; for a drifted checkout that of the nearest pinned one.
         commit: of upstream.
+        vllm: version of its engine.
         folder: where the manifest is.
         drifted: the patches were placed in a checkout that is at no pinned version.
     """
@@ -76,6 +77,7 @@ class PatchSet:
     version: str
     commit: str
     files: tuple[FilePatch, ...]
+    vllm: str = ""
     folder: Path | None = None
     drifted: bool = False
 
@@ -92,7 +94,7 @@ def read_patch_set(folder: Path) -> PatchSet:
         FilePatch(one["path"], one["before"], one["after"], tuple(_insertions(folder / one["file"], one["path"])))
         for one in manifest["patch"]
     )
-    return PatchSet(manifest["version"], manifest["commit"], files, folder)
+    return PatchSet(manifest["version"], manifest["commit"], files, manifest.get("vllm", ""), folder)
 
 
 def _insertions(file: Path, path: str) -> Iterator[Insertion]:

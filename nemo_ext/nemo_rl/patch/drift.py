@@ -74,7 +74,7 @@ class Survey:
         if self.fits:
             near = f"nearest: {self.nearest.version}, which has its vLLM {self.vllm}"
             own = "" if self.edited is not None else "; without git nobody can tell upstream's changes from yours"
-            return f"or --accept-drift, because all that the patches count on is found in it ({near}{own})"
+            return f"or apply with --accept-drift: all that the patches count on is found in it ({near}{own})"
         rest = len(self.troubles) - 1
         more = f", and {rest} more that patch check tells" if rest else ""
         return f"nor do the patches fit it as it is: {self.troubles[0]}{more}"
@@ -87,9 +87,7 @@ def described(patches: PatchSet) -> Description | None:
     manifest = tomllib.loads((patches.folder / "manifest.toml").read_text())
     lock = read_lock(patches.folder)
     places = {one["path"]: tuple(Place(**place) for place in one.get("place", ())) for one in manifest["patch"]}
-    if lock is None or "vllm" not in manifest:
-        return None
-    return Description(patches, manifest["vllm"], places, lock)
+    return Description(patches, patches.vllm, places, lock) if lock is not None and patches.vllm else None
 
 
 def survey(root: Path, sets: Sequence[PatchSet], instead: Mapping[str, bytes] | None = None) -> Survey | None:
@@ -118,7 +116,7 @@ def survey(root: Path, sets: Sequence[PatchSet], instead: Mapping[str, bytes] | 
     result.nearest = near.patches
     files = [_placed(checkout, file, near.places[file.path], result) for file in near.patches.files]
     if not result.missing:
-        result.patches = PatchSet(near.patches.version, head(root) or "", tuple(files), drifted=True)
+        result.patches = PatchSet(near.patches.version, head(root) or "", tuple(files), near.vllm, drifted=True)
     locks = [one.lock for one in known]
     result.changes += [*signature_lock.changes(checkout, locks), *facts.broken(checkout)]
     new = list(signature_lock.new_settings(checkout, locks))

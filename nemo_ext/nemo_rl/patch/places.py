@@ -50,7 +50,13 @@ class Place:
     @property
     def where(self) -> str:
         """For messages."""
-        return f"{self.inside}, {self.at}" + (f" {self.name}" if self.name and self.at != AFTER_KEY else "")
+        told = {
+            STARTS: "at its start",
+            AFTER_ASSIGNMENT: f"after the assignment to {self.name}",
+            BEFORE_CALL: f"before the call of {self.name}",
+            AFTER_KEY: f"after the key {self.name.rpartition('.')[2]}",
+        }
+        return f"{self.inside}, {told.get(self.at, self.at)}"
 
 
 @dataclass(frozen=True)

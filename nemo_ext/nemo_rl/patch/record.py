@@ -18,7 +18,8 @@ _HEAD = """\
 
 def record_text(patches: PatchSet) -> bytes:
     """The record's file."""
-    lines = [_HEAD, f"nearest = {_text(patches.version)}", f"commit = {_text(patches.commit)}"]
+    lines = [_HEAD, f"nearest = {_text(patches.version)}", f"vllm = {_text(patches.vllm)}"]
+    lines.append(f"commit = {_text(patches.commit)}")
     for file in patches.files:
         lines += ["", "[[file]]"]
         lines += [f"{name} = {_text(getattr(file, name))}" for name in ("path", "before", "after")]
@@ -56,7 +57,7 @@ def read_record(root: Path, known: set[str]) -> PatchSet | None:
             )
             for one in told["file"]
         )
-        patches = PatchSet(told["nearest"], told["commit"], files, drifted=True)
+        patches = PatchSet(told["nearest"], told["commit"], files, told["vllm"], drifted=True)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PatchError(f"{file} is not as it was written ({error!r}); {_anew(root)}") from None
     if not files or not {one.path for one in files} <= known:
