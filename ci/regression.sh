@@ -113,8 +113,9 @@ while read -r version commit; do
   .venv/bin/nemo-ext patch apply --upstream "$patched"
   PYTHONPATH=$engine VLLM_LOGGING_LEVEL=ERROR "$python" -c 'import vllm; print(vllm.__version__)' >"$results/engine.txt" 2>/dev/null
   engine_tests engine tests/upstream/test_backend.py tests/upstream/test_train_is_serve.py &
-  our_tests subclasses tests/upstream/test_patches.py tests/upstream/test_hooks.py tests/upstream/test_recipes.py \
-    tests/upstream/test_engine_families.py tests/upstream/test_engine_facts.py tests/upstream/test_policy_worker.py
+  our_tests subclasses tests/upstream/test_patches.py tests/upstream/test_drift.py tests/upstream/test_hooks.py \
+    tests/upstream/test_recipes.py tests/upstream/test_engine_families.py tests/upstream/test_engine_facts.py \
+    tests/upstream/test_policy_worker.py
   wait $!
   seconds[$version]=$((SECONDS - started))
   .venv/bin/python ci/regression/told.py subclasses "$results" "$version" || failed=1

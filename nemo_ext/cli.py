@@ -73,8 +73,17 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     bench.set_defaults(overrides=[])
 
     patch = command("patch", _patch, "Put the hooks into a NeMo-RL checkout, or take them out again.")
-    patch.add_argument("action", metavar="ACTION", help="apply, status, check (exit 0 only if patched whole) or revert")
+    patch.add_argument(
+        "action",
+        metavar="ACTION",
+        help="apply, status, check (exit 0: patched whole, 1: would be patched, 2: does not fit), revert, or pin "
+        "(maintainers: write patches/VERSION for this commit)",
+    )
     patch.add_argument("--upstream", metavar="PATH", type=_path, required=True, help="root of the checkout")
+    patch.add_argument(
+        "--accept-drift", action="store_true", help="apply: to a commit that is not pinned too, where all fits"
+    )
+    patch.add_argument("--version", metavar="NAME", help="pin: name of the new version")
 
     command("version", _version, "Print the version.")
 
@@ -180,7 +189,7 @@ def _bench(args: argparse.Namespace) -> int:
 def _patch(args: argparse.Namespace) -> int:
     from nemo_ext.nemo_rl import patch_cli
 
-    return patch_cli.run(args.action, args.upstream)
+    return patch_cli.run(args.action, args.upstream, accept_drift=args.accept_drift, version=args.version)
 
 
 def _version(args: argparse.Namespace) -> int:

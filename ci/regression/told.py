@@ -26,6 +26,13 @@ LINES = {
         "test_patches",
         "",
     ),
+    "drift: signatures read off the source are those of the imported functions": (
+        "subclasses",
+        "test_drift",
+        "test_signatures_read_off",
+    ),
+    "drift: harmless changes are patched and reverted to the very bytes": ("subclasses", "test_drift", "test_a_harmless"),
+    "drift: changes that would break the patches are refused": ("subclasses", "test_drift", ""),
     "signature lock: what is overridden or called is as it was written for": (
         "subclasses",
         "test_hooks",

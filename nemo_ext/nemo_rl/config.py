@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_ext.config import ConfigError, DraftConfig, show, validated
-from nemo_ext.nemo_rl.patch_set import PatchError
+from nemo_ext.nemo_rl.patch_set import PatchError, PatchSet
 from nemo_ext.nemo_rl.patching import recognise
 from nemo_ext.nemo_rl.support import at, broken_limits
 
@@ -27,21 +27,39 @@ def check_run(policy: Mapping[str, Any]) -> DraftConfig:
         ConfigError: a line for everything that does not work together.
     """
     draft = draft_settings(policy)
-    lines = [*broken_limits(policy, upstream_version()), *_speculation(policy, draft)] if draft.enabled else []
+    lines = [*_limits(policy), *_speculation(policy, draft)] if draft.enabled else []
     if lines:
         raise ConfigError(*lines)
     return draft
 
 
 def upstream_version() -> str | None:
-    """The pinned version of the NeMo-RL that is imported; None for one that was changed since it was patched."""
+    """The pinned version of the NeMo-RL that is imported, or the one nearest to it if its drift was accepted; None for one
+    that was changed since it was patched."""
+    patches = _patches()
+    return None if patches is None else patches.version
+
+
+def _patches() -> PatchSet | None:
     found = find_spec("nemo_rl")
     if found is None or not found.submodule_search_locations:
         return None
     try:
-        return recognise(Path(found.submodule_search_locations[0]).parent).patches.version
+        return recognise(Path(found.submodule_search_locations[0]).parent).patches
     except PatchError:
         return None
+
+
+def _limits(policy: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each feature that is on and does not work.
+
+    A drifted version may have the settings of another pinned version already, or still, so it has the limits of all.
+    """
+    lines = list(broken_limits(policy, upstream_version()))
+    patches = _patches()
+    if patches is not None and patches.drifted:
+        lines += broken_limits(policy, None)
+    yield from dict.fromkeys(lines)
 
 
 def _speculation(policy: Mapping[str, Any], draft: DraftConfig) -> Iterator[str]:

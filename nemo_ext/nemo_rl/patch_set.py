@@ -7,7 +7,7 @@ A patch file is a zero-context unified diff that only inserts lines, so it has n
 import hashlib
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,10 @@ _HUNK = re.compile(r"@@ -(\d+),0 \+(\d+),(\d+) @@")
 
 class PatchError(ValueError):
     """The checkout, or a patch file, is not as it must be; nothing was changed. One line."""
+
+
+class Unrecognised(PatchError):
+    """The checkout is at no pinned version, or changed in a file that is to be patched."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +47,7 @@ class FilePatch:
 
     def apply(self, text: bytes) -> bytes:
         """The patched file. Raises PatchError if the result is not the manifest's."""
-        lines = text.splitlines(keepends=True)
-        for one in reversed(self.insertions):
-            lines[one.after : one.after] = [line.encode() + b"\n" for line in one.lines]
-        return self._checked(b"".join(lines), self.after)
+        return self._checked(inserted(text, self.insertions), self.after)
 
     def revert(self, text: bytes) -> bytes:
         """The unpatched file. Raises PatchError if the result is not the manifest's."""
@@ -63,11 +64,22 @@ class FilePatch:
 
 @dataclass(frozen=True)
 class PatchSet:
-    """All patches of one upstream version, in order."""
+    """All patches of one upstream version, in order.
+
+    Attributes:
+        version: of upstream; for a drifted checkout that of the nearest pinned one.
+        commit: of upstream.
+        vllm: version of its engine.
+        folder: where the manifest is.
+        drifted: the patches were placed in a checkout that is at no pinned version.
+    """
 
     version: str
     commit: str
     files: tuple[FilePatch, ...]
+    vllm: str = ""
+    folder: Path | None = None
+    drifted: bool = False
 
 
 def patch_sets(root: Path = PATCHES) -> list[PatchSet]:
@@ -82,7 +94,7 @@ def read_patch_set(folder: Path) -> PatchSet:
         FilePatch(one["path"], one["before"], one["after"], tuple(_insertions(folder / one["file"], one["path"])))
         for one in manifest["patch"]
     )
-    return PatchSet(manifest["version"], manifest["commit"], files)
+    return PatchSet(manifest["version"], manifest["commit"], files, manifest.get("vllm", ""), folder)
 
 
 def _insertions(file: Path, path: str) -> Iterator[Insertion]:
@@ -98,6 +110,14 @@ def _insertions(file: Path, path: str) -> Iterator[Insertion]:
             raise PatchError(f"{file.name} must only insert lines, without context; it has {rest[0]!r}")
         yield Insertion(int(hunk[1]), tuple(line[1:] for line in added))
         rest = rest[1 + count :]
+
+
+def inserted(text: bytes, insertions: Sequence[Insertion]) -> bytes:
+    """The text with the lines of all insertions, which are in the order of their places."""
+    lines = text.splitlines(keepends=True)
+    for one in reversed(insertions):
+        lines[one.after : one.after] = [line.encode() + b"\n" for line in one.lines]
+    return b"".join(lines)
 
 
 def digest(text: bytes) -> str:

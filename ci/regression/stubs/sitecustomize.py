@@ -11,7 +11,7 @@ typing.TypedDict = typing_extensions.TypedDict
 typing.override = typing_extensions.override
 
 stub_modules.install(
-    missing=["accelerate", "mlflow", "pynvml", "swanlab", "wandb"],
+    missing=["accelerate", "decord", "mlflow", "pynvml", "swanlab", "wandb"],
     replaced=[
         "megatron.energon",
         # These need Transformer Engine, which looks like a real one to Megatron as soon as it can be imported.
