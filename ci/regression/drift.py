@@ -52,9 +52,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--before", type=int, default=0, help="how many commits from before the pins' merge base, too")
     parser.add_argument("--only", nargs="+", default=[], help="these commits, instead of all")
     parser.add_argument("--tests", nargs="+", default=[TESTS], help="test files of this repository")
-    parser.add_argument("--environment", type=Path, default=HERE / ".cache/regression", help="has env and megatron")
+    parser.add_argument("--environment", type=Path, help="has env and megatron (default: environment.sh makes it)")
     parser.add_argument("--out", type=Path, default=HERE / ".cache/regression/drift.jsonl")
     args = parser.parse_args(argv)
+    if args.environment is None:
+        made = subprocess.run(
+            ["bash", HERE / "ci/regression/environment.sh"], stdout=subprocess.PIPE, text=True, check=True
+        )
+        args.environment = Path(made.stdout.strip())
     sets = patch_sets()
     touched = patching.patched_paths(sets)
     if args.only:

@@ -31,7 +31,11 @@ LINES = {
         "test_drift",
         "test_signatures_read_off",
     ),
-    "drift: harmless changes are patched and reverted to the very bytes": ("subclasses", "test_drift", "test_a_harmless"),
+    "drift: harmless changes are patched and reverted to the very bytes": (
+        "subclasses",
+        "test_drift",
+        "test_a_harmless",
+    ),
     "drift: changes that would break the patches are refused": ("subclasses", "test_drift", ""),
     "signature lock: what is overridden or called is as it was written for": (
         "subclasses",
