@@ -215,6 +215,35 @@ def test_loading_is_verified_element_by_element():
         verify_loading(draft, target, weights(1.0).items())
 
 
+class MappedModel(Model):
+    """Has a vocabulary map whatever its checkpoint brings, as vLLM 0.20.0 and 0.25.1 give every EAGLE-3 draft."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(vocab_size=4)
+        self.draft_id_to_target_id = nn.Parameter(torch.zeros(rows, dtype=torch.int64), requires_grad=False)
+
+
+def test_a_map_that_is_not_streamed_keeps_the_identity():
+    draft, target = MappedModel(4), Model()
+    for given in (weights(1.0), {}, weights(2.0)):  # what breaks off in between does not spoil it
+        if given:
+            verify_loading(draft, target, given.items())
+        else:
+            with pytest.raises(RefreshError, match=r"leaves lm_head\.weight, norm\.weight without a value"):
+                verify_loading(draft, target, given.items())
+        assert not draft.draft_id_to_target_id.any()
+
+
+def test_a_reduced_vocabulary_needs_its_map():
+    draft = MappedModel(2)
+    with pytest.raises(RefreshError, match="leaves draft_id_to_target_id without a value"):
+        verify_loading(draft, Model(), weights(1.0).items())
+    moved = weights(1.0) | {"draft_id_to_target_id": torch.tensor([1, 1])}
+    verify_loading(draft, Model(), moved.items())
+    assert draft.draft_id_to_target_id.tolist() == [1, 1]
+
+
 def test_what_the_draft_shares_is_not_its_own_to_verify():
     target, draft = Model(), Model()
     draft.lm_head = target.lm_head
