@@ -88,14 +88,15 @@ our_tests() {
   )
 }
 
-# engine_tests NAME FILE...: the same with the version's engine: vLLM's V1 runner on a CPU. Without a GPU vLLM does without
-# Triton; what kernels the tests take from it run in its interpreter.
+# engine_tests RUNNER: the same with the version's engine on a CPU, and vLLM's runner V1 (RUNNER is 1) or V2 (2). Triton's
+# kernels run in its interpreter; the V2 runner wants to see that no device is visible, the V1 runner to do without Triton.
 engine_tests() {
   (
-    local name=$1; shift
     export PYTHONPATH=$stubs:$patched:$engine:$megatron:$PWD NEMO_RL_UPSTREAM=$patched NEMO_RL_PRISTINE=$pristine
-    export TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=0
-    tests "$name" "$python" -m pytest -q -p no:cacheprovider --timeout 400 "$@"
+    export TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=$(($1 - 1))
+    (($1 == 1)) || export CUDA_VISIBLE_DEVICES=
+    tests "engine_v$1" "$python" -m pytest -q -p no:cacheprovider --timeout 400 tests/upstream/test_backend.py \
+      tests/upstream/test_train_is_serve.py
   )
 }
 
@@ -112,7 +113,11 @@ while read -r version commit; do
   echo "== $version: patches, hooks, subclasses, and its engine ${engine##*/vllm-}"
   .venv/bin/nemo-ext patch apply --upstream "$patched"
   PYTHONPATH=$engine VLLM_LOGGING_LEVEL=ERROR "$python" -c 'import vllm; print(vllm.__version__)' >"$results/engine.txt" 2>/dev/null
-  engine_tests engine tests/upstream/test_backend.py tests/upstream/test_train_is_serve.py &
+  # vLLM 0.20.0 serves with its V1 runner unless it is told otherwise, newer ones with V2 where they can.
+  {
+    engine_tests 1
+    [[ $engine == *-0.20.0 ]] || engine_tests 2
+  } &
   our_tests subclasses tests/upstream/test_patches.py tests/upstream/test_drift.py tests/upstream/test_hooks.py \
     tests/upstream/test_recipes.py tests/upstream/test_engine_families.py tests/upstream/test_engine_facts.py \
     tests/upstream/test_policy_worker.py

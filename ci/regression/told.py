@@ -61,22 +61,28 @@ LINES = {
         "test_policy_worker",
         "",
     ),
-    "facts of the engine that no CPU runs, by reading its source": ("subclasses", "test_engine_facts", ""),
-    "{engine}: refits of EAGLE-3 through both transports, announcement, torn and wrong streams, accepted length": (
-        "engine",
-        "test_backend",
-        "",
-    ),
-    "{engine}: EAGLE-3, train = serve at every depth, before and after refits; what cannot be is refused": (
-        "engine",
-        "test_train_is_serve",
-        "test_eagle3",
-    ),
-    "{engine}: DFlash and DSpark, train = serve in every slot, before and after refits; what cannot be is refused": (
-        "engine",
-        "test_train_is_serve",
-        "test_block",
-    ),
+    "facts of the engine, by reading its source": ("subclasses", "test_engine_facts", ""),
+    **{
+        f"{{engine}}, {runner.upper()} runner: {text}": (f"engine_{runner}", module, prefix)
+        for runner in ("v1", "v2")
+        for text, module, prefix in (
+            (
+                "refits of EAGLE-3 through both transports, announcement, torn and wrong streams, accepted length",
+                "test_backend",
+                "",
+            ),
+            (
+                "EAGLE-3, train = serve at every depth, before and after refits; what cannot be is refused",
+                "test_train_is_serve",
+                "test_eagle3",
+            ),
+            (
+                "DFlash and DSpark, train = serve in every slot, before and after refits; what cannot be is refused",
+                "test_train_is_serve",
+                "test_block",
+            ),
+        )
+    },
 }
 
 
@@ -95,11 +101,15 @@ def outcomes(file: Path) -> dict[tuple[str, str], str]:
 def subclasses(results: Path, version: str) -> tuple[list[str], bool]:
     """Lines about this package's own tests, and whether all is well."""
     files = read_patch_set(PATCHES / version).files
-    engine = "vLLM " + (results / "engine.txt").read_text().strip() + " on a CPU"
     inserted = sum(len(one.lines) for file in files for one in file.insertions)
-    left = {name: outcomes(results / f"{name}.xml") for name in ("subclasses", "engine")}
+    number = (results / "engine.txt").read_text().strip()
+    engine = f"vLLM {number} on a CPU"
+    runners = ("engine_v1",) if number.startswith("0.20.") else ("engine_v1", "engine_v2")
+    left = {name: outcomes(results / f"{name}.xml") for name in ("subclasses", *runners)}
     lines, good = [], True
     for text, (name, module, prefix) in LINES.items():
+        if name not in left:
+            continue
         of_line = [key for key in left[name] if key[0].endswith("." + module) and key[1].startswith(prefix)]
         counts = Counter(left[name].pop(key) for key in of_line)
         text = text.format(patches=f" {len(files)} ({inserted} lines)", engine=engine)

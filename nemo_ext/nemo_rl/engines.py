@@ -1,6 +1,6 @@
 """What the vLLM of each pinned NeMo-RL serves otherwise than it would be trained, by name.
 
-Each line is held on the engine itself by `tests/upstream/test_train_is_serve.py`, but for DSpark's, which is held by reading
+Each line but that about mixtures is held on the engine itself by `tests/upstream/test_train_is_serve.py`; that one by reading
 (`test_engine_facts.py`).
 """
 

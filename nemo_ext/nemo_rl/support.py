@@ -13,7 +13,7 @@ V070, MAIN = "v0.7.0", "main-7ea279abf"
 VERSIONS = (V070, MAIN)
 
 _WORKER = "`test_policy_worker.py`: upstream's own `train` on CPU ranks, Megatron-core 0.19.2"
-_SERVED = "`test_train_is_serve.py` and `test_backend.py`: vLLM 0.20.0 and 0.25.1, V1 runner on a CPU; the V2 runner by reading"
+_SERVED = "`test_train_is_serve.py` and `test_backend.py`: vLLM 0.20.0 (V1 runner) and 0.25.1 (V1 and V2) on a CPU"
 _REFIT = (
     "`test_backend.py`: vLLM 0.20.0 and 0.25.1 on a CPU, both ends in one process; CUDA IPC, NCCL and sleep by reading"
 )
@@ -102,8 +102,7 @@ LIMITS = (
         "the vLLM of v0.7.0 does not serve it",
         versions=(V070,),
         elsewhere="yes",
-        shown=f"{_WORKER}; `test_train_is_serve.py`: the model of vLLM 0.25.1 on a CPU behind this package's proposer; its own "
-        "speculator, which needs a GPU, by reading (`test_engine_facts.py`)",
+        shown=f"{_WORKER}; `test_train_is_serve.py`: vLLM 0.25.1, V2 runner with its own speculator, on a CPU",
     ),
     Limit("DTensor policies", "megatron_cfg.enabled", (True,), "the draft trains beside a Megatron policy"),
     Limit("half-precision (float16) policies", "precision", ("float32", "bfloat16"), "the draft has no loss scaler"),

@@ -11,6 +11,7 @@ from vllm.model_executor.layers import utils as layer_utils
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from nemo_ext.rollout.context_norm_fix import correct_context_norm
+from nemo_ext.rollout.draft_model import find_draft_model
 
 
 @contextmanager
@@ -48,13 +49,14 @@ class RefreshableCPUWorker(CPUWorker):
 
         with dspark_proposer():
             super().init_device()
-        if not self.model_runner.drafter.sample_from_anchor:
+        drafter = getattr(self.model_runner, "drafter", None)  # a V2 runner has a speculator of vLLM's own
+        if drafter is not None and not drafter.sample_from_anchor:
             # The runner leaves room for the drafted tokens; such a block has one row more.
             self.model_runner.effective_drafter_max_model_len -= 1
 
     def load_model(self, **kwargs) -> None:
         with plain_linear():
             super().load_model(**kwargs)
-        drafter = getattr(self.model_runner, "drafter", None)
-        if drafter is not None:
-            correct_context_norm(drafter.model)
+        draft = find_draft_model(self)
+        if draft is not None:
+            correct_context_norm(draft)

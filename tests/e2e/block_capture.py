@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from nemo_ext.rollout.engine import RolloutEngine
-from tests.e2e.capture import model_runner
+from tests.e2e.capture import model_runner, v2_recording
 
 
 @dataclass
@@ -54,7 +54,8 @@ def capture_blocks(
         (blocks in the order made, generated ids of each prompt). A sequence's last block may reach past its end.
     """
     blocks: list[Block] = []
-    with _recording(model_runner(engine), blocks):
+    runner = model_runner(engine)
+    with v2_recording(runner, blocks, True) if hasattr(runner, "speculator") else _recording(runner, blocks):
         rollouts = engine.generate(prompt_token_ids, temperature=0.0, max_new_tokens=max_new_tokens)
     return blocks, [sample.token_ids for sample in rollouts.samples]
 

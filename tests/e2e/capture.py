@@ -45,7 +45,8 @@ def capture_proposals(
         (proposals in the order made, generated ids of each prompt). A sequence's last proposal may reach past its end.
     """
     proposals: list[Proposal] = []
-    with _recording(model_runner(engine), proposals):
+    runner = model_runner(engine)
+    with v2_recording(runner, proposals, False) if hasattr(runner, "speculator") else _recording(runner, proposals):
         rollouts = engine.generate(prompt_token_ids, temperature=0.0, max_new_tokens=max_new_tokens)
     return proposals, [sample.token_ids for sample in rollouts.samples]
 
@@ -57,6 +58,13 @@ def model_runner(engine):
         if hasattr(engine, "runner")
         else engine._llm.collective_rpc(lambda worker: worker)[0].model_runner
     )
+
+
+def v2_recording(runner, found: list, blocks: bool):
+    """The same with vLLM's V2 runner, whose speculator works otherwise."""
+    from tests.upstream.v2_runner import recording
+
+    return recording(runner, found, blocks)
 
 
 @contextmanager

@@ -10,6 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+
+from tests.upstream import v2_runner
+
+if v2_runner.wanted():
+    v2_runner.install()
+
+# isort: split
 import vllm
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
@@ -61,6 +68,7 @@ class Served:
                 distributed_executor_backend=UniProcExecutor,
                 **arguments,
             )
+        assert hasattr(self.runner, "speculator") == v2_runner.wanted()
 
     def call(self, function, *args):
         """`function(worker, *args)` with vLLM's worker, which the extension is mixed into."""

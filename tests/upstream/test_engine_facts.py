@@ -1,7 +1,8 @@
-"""What this package relies on in the pinned engine and no CPU runs: held by reading its installed Python as text.
+"""What this package relies on in the pinned engine: held by reading its installed Python as text.
 
-Above all the V2 runner of vLLM 0.25.1, which serves most dense policies on GPUs, and DSpark's drafts always. Each fact is a
-test of its own, which fails when the source says something else. `NEMO_EXT_ENGINE_SOURCE` as in `test_engine_families.py`.
+The other tests run the engine on a CPU, where graphs, real devices and processes of their own are missing; these say why it
+does there what it does. Each fact is a test of its own, which fails when the source says something else.
+`NEMO_EXT_ENGINE_SOURCE` as in `test_engine_families.py`.
 """
 
 import ast

@@ -1,7 +1,7 @@
 """What is trained is what the pinned engine serves, before and after a refit through NeMo-RL's own transports.
 
-Every draft kind, flag and vocabulary that the version's table says yes to. The engine is vLLM's V1 runner on a CPU. DSpark
-is vLLM's own model there, behind this package's proposer; its V2 runner needs a GPU and is held by `test_engine_facts.py`.
+Every draft kind, flag and vocabulary that the version's table says yes to. The engine is vLLM's on a CPU: the V1 runner and,
+with 0.25.1, in a second run, the V2 runner (`v2_runner.py`). The V1 runner serves DSpark with this package's proposer.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ from tests.train_is_serve import (
     eagle3_draft,
     one_step_later,
 )
+from tests.upstream import v2_runner
 from tests.upstream.served import serving
 
 # isort: split
@@ -52,6 +53,8 @@ BLOCK = {
     "dspark": {"method": "dspark", "num_attention_heads": 4},
     "dspark, window, reduced vocabulary": {"method": "dspark", "window": 6, "causal": False, "draft_vocab_size": 32},
 }
+if v2_runner.wanted():  # which has vLLM's own speculator for it
+    BLOCK["dspark, causal"] = {"method": "dspark", "causal": True}
 
 
 @pytest.fixture
