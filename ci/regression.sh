@@ -6,8 +6,8 @@
 # Without --upstream: the clone that an earlier run has kept, else https://github.com/NVIDIA-NeMo/RL. PATH is any clone that has
 # the pinned commits; it is read and never changed. Without --version: all versions. Each version runs with the vLLM that it
 # pins. What ran is told in plain lines at the end. Where upstream or the environment is out of reach: a line `SKIPPED: ...`,
-# and exit code 1, or 0 where ALLOW_SKIP is 1. Clones and results are kept in .cache/regression, the environment in
-# ~/.cache/nemo_ext (ci/regression/environment.sh).
+# and exit code 1, or 0 where ALLOW_SKIP is 1. Checkouts and results are kept in .cache/regression; the clone and the
+# environment (ci/regression/environment.sh) in NEMO_EXT_CACHE, ~/.cache/nemo_ext by default.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -39,7 +39,7 @@ mkdir -p "$root"
 # "VERSION COMMIT" of each manifest; --version is the name that upstream gives it.
 pins=$(.venv/bin/python ci/regression/pins.py "$wanted") || exit 2
 
-clone=$root/upstream.git
+clone=${NEMO_EXT_CACHE:-$HOME/.cache/nemo_ext}/upstream.git
 [[ -d $clone ]] || git init -q --bare "$clone"
 while read -r version commit; do
   git -C "$clone" cat-file -e "$commit^{commit}" 2>/dev/null && continue
