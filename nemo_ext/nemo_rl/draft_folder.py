@@ -36,8 +36,8 @@ def starting_folder(draft: DraftConfig, policy: Mapping[str, Any], checkpoint_di
     Raises:
         ConfigError: a line for everything that does not fit.
     """
-    config = policy_hf_config(policy)
-    if line := refusal(config.get("architectures"), draft.speculator_type, upstream_version()):
+    config, version = policy_hf_config(policy), upstream_version()
+    if line := refusal(config.get("architectures"), draft.speculator_type, version):
         raise ConfigError(line)
     longest = policy["max_total_sequence_length"]
     own = Path(checkpoint_dir) / START
@@ -55,7 +55,7 @@ def starting_folder(draft: DraftConfig, policy: Mapping[str, Any], checkpoint_di
     try:
         shape = kind_of(draft).folder_shape(folder, draft, config, longest)
         tp = at(policy, "megatron_cfg.tensor_model_parallel_size") or 1
-        if lines := [*uneven_line(tp, shape), *engine_lines(shape, upstream_version())]:
+        if lines := [*uneven_line(tp, shape), *engine_lines(shape, version)]:
             raise ConfigError(*lines)
     except ConfigError as error:
         if folder != own or was_there:
